@@ -1,0 +1,1 @@
+"""What things are: boxes, tensors, checkpoints, plans, data positions. Standard library only."""

@@ -1,0 +1,103 @@
+"""Rectangular regions of a tensor: the only index arithmetic in the project."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The region `offsets[d] <= i_d < offsets[d] + sizes[d]` of a tensor; both tuples have one entry per tensor dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that covers a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """True when the box has the dims of `shape` and lies inside it."""
+        return len(self.sizes) == len(shape) and all(
+            o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(self.offsets, self.sizes, shape, strict=True)
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None when no element is shared. 0-d boxes always share their one element."""
+        offsets = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        ends = tuple(min(a, b) for a, b in zip(self.ends, other.ends, strict=True))
+        if any(e <= o for o, e in zip(offsets, ends, strict=True)):
+            return None
+        return Box(offsets, tuple(e - o for o, e in zip(offsets, ends, strict=True)))
+
+    def local_to(self, outer: Box) -> Box:
+        """The same region in the coordinates of `outer`, which must contain it."""
+        return Box(tuple(o - b for o, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+    def contains(self, other: Box) -> bool:
+        return all(
+            a <= b and b_end <= a_end
+            for a, b, a_end, b_end in zip(self.offsets, other.offsets, self.ends, other.ends, strict=True)
+        )
+
+    def is_contiguous_in(self, shape: Sequence[int]) -> bool:
+        """True when the region is one contiguous run of a C-contiguous tensor of this shape."""
+        varying = [d for d, (size, n) in enumerate(zip(self.sizes, shape, strict=True)) if size != n]
+        return not varying or all(size == 1 for size in self.sizes[: varying[-1]])
+
+    def flat_start(self, shape: Sequence[int]) -> int:
+        """Index of the region's first element in a flattened C-contiguous tensor of this shape."""
+        start = 0
+        for offset, n in zip(self.offsets, shape, strict=True):
+            start = start * n + offset
+        return start
+
+    def split_rows(self, max_rows: int) -> list[Box]:
+        """Cut along dim 0 into boxes of at most `max_rows` rows. 0-d and empty boxes come back whole."""
+        if not self.sizes or self.sizes[0] <= max_rows:
+            return [self]
+        return self.cut_rows(range(max_rows, self.sizes[0], max_rows))
+
+    def cut_rows(self, cuts: Iterable[int]) -> list[Box]:
+        """Cut along dim 0 before the given rows (relative to the box, ascending, each inside it)."""
+        edges = [0, *cuts, self.sizes[0]]
+        return [
+            Box((self.offsets[0] + a, *self.offsets[1:]), (b - a, *self.sizes[1:]))
+            for a, b in zip(edges, edges[1:], strict=False)
+        ]
+
+
+def exact_cover_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str:
+    """Why `boxes` are not an exact cover of a tensor of `shape`; "" when every element lies in exactly one box.
+
+    Sorts along each box's first offset and sweeps, so n disjoint row blocks cost O(n log n), not O(n^2).
+    """
+    total = math.prod(shape)
+    for box in boxes:
+        if not box.fits(shape):
+            return f"chunk at {list(box.offsets)} of size {list(box.sizes)} lies outside shape {list(shape)}"
+    filled = [box for box in boxes if box.num_elements]
+    ordered = sorted(filled, key=lambda b: b.offsets)
+    active: list[Box] = []
+    for box in ordered:
+        if box.offsets:
+            active = [other for other in active if other.ends[0] > box.offsets[0]]
+        for other in active:
+            if box.intersect(other) is not None:
+                return f"chunks at {list(other.offsets)} and {list(box.offsets)} overlap"
+        active.append(box)
+    covered = sum(box.num_elements for box in filled)
+    if covered != total:
+        return f"chunks cover {covered} of {total} elements"
+    return ""

@@ -1,0 +1,79 @@
+"""Where a checkpoint comes from and how its names were made: the content of `ckptool.json`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from ckptool.errors import DamagedError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How live parameter names were made from the source's names, so that export can undo it.
+
+    `transforms` are the `repr`s of the transformers weight transforms that fired at import, in mapping order.
+    """
+
+    name: str
+    architecture: str = ""
+    transforms: tuple[str, ...] = ()
+    library_version: str = ""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The record written beside every checkpoint of ours as `ckptool.json`.
+
+    `ties` maps an alias (without the `model.` prefix) to the parameter that holds its bytes;
+    `stored_aliases` are those aliases that the source stored as tensors of their own;
+    `untied` are pairs that the source's config ties but whose stored values differ, so both were kept.
+    """
+
+    tool_version: str
+    created: str = ""
+    step: int = 0
+    world_size: int = 1
+    mesh: dict[str, int] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+    naming: Naming | None = None
+    ties: dict[str, str] = field(default_factory=dict)
+    stored_aliases: tuple[str, ...] = ()
+    untied: dict[str, str] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Any, location: str) -> Provenance:
+        """Build from parsed JSON. Raises DamagedError when a field is missing, of another type, or of a later format."""
+        if not isinstance(record, dict) or not isinstance(record.get("format_version"), int):
+            raise DamagedError(f"{location}: not a ckptool record")
+        if record["format_version"] > FORMAT_VERSION:
+            raise DamagedError(
+                f"{location}: written by a later ckptool (format {record['format_version']}, this one reads "
+                f"{FORMAT_VERSION})",
+                hint="pip install -U ckptool",
+            )
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in record.items() if key in known}
+        try:
+            if values.get("naming") is not None:
+                naming = dict(values["naming"])
+                naming["transforms"] = tuple(naming.get("transforms", ()))
+                values["naming"] = Naming(**naming)
+            values["stored_aliases"] = tuple(values.get("stored_aliases", ()))
+            provenance = cls(**values)
+        except (TypeError, ValueError) as error:
+            raise DamagedError(f"{location}: {error}") from error
+        for name in ("step", "world_size"):
+            if not isinstance(getattr(provenance, name), int):
+                raise DamagedError(f"{location}: {name} is not an integer")
+        for name in ("ties", "untied", "source", "mesh", "libraries"):
+            if not isinstance(getattr(provenance, name), dict):
+                raise DamagedError(f"{location}: {name} is not an object")
+        return provenance
