@@ -1,0 +1,66 @@
+"""ckptool: convert, reshard and resume PyTorch distributed checkpoints.
+
+Everything public is importable from here and loaded on first use, so that `import ckptool` costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckptool.core.order import unit_index as unit_index
+    from ckptool.core.position import DataPosition as DataPosition
+    from ckptool.core.provenance import Naming as Naming
+    from ckptool.core.provenance import Provenance as Provenance
+    from ckptool.distributed import load as load
+    from ckptool.distributed import save as save
+    from ckptool.errors import CkptoolError as CkptoolError
+    from ckptool.errors import DamagedError as DamagedError
+    from ckptool.errors import MismatchError as MismatchError
+    from ckptool.errors import NotFoundError as NotFoundError
+    from ckptool.errors import UsageError as UsageError
+    from ckptool.formats.dcp_metadata import read_manifest as open_checkpoint
+    from ckptool.ops.export import export as export
+    from ckptool.ops.import_hf import import_hf as import_hf
+    from ckptool.runs import find_latest as find_latest
+    from ckptool.runs import list_checkpoints as list_checkpoints
+    from ckptool.runs import resolve as resolve
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CkptoolError": "ckptool.errors",
+    "DamagedError": "ckptool.errors",
+    "MismatchError": "ckptool.errors",
+    "NotFoundError": "ckptool.errors",
+    "UsageError": "ckptool.errors",
+    "DataPosition": "ckptool.core.position",
+    "unit_index": "ckptool.core.order",
+    "Naming": "ckptool.core.provenance",
+    "Provenance": "ckptool.core.provenance",
+    "open_checkpoint": "ckptool.formats.dcp_metadata:read_manifest",
+    "import_hf": "ckptool.ops.import_hf",
+    "export": "ckptool.ops.export",
+    "find_latest": "ckptool.runs",
+    "list_checkpoints": "ckptool.runs",
+    "resolve": "ckptool.runs",
+    "save": "ckptool.distributed",
+    "load": "ckptool.distributed",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ckptool' has no attribute {name!r}")
+    module, _, attribute = home.partition(":")
+    value = getattr(importlib.import_module(module), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

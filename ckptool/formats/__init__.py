@@ -1,0 +1,1 @@
+"""On-disk formats. Formats never import each other's folders or a naming."""

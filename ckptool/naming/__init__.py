@@ -1,0 +1,1 @@
+"""Namings: what tensors are called and how they are fused."""

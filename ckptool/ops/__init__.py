@@ -1,0 +1,1 @@
+"""One file per verb: options in, Result out. This is the library API."""

@@ -1,0 +1,1 @@
+"""How bytes are kept, whatever the format: files, atomic publishing, safe unpickling."""

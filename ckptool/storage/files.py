@@ -1,0 +1,124 @@
+"""Reading and writing local files with errors a person can act on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckptool.errors import AccessError, CkptoolError, DamagedError, NotFoundError, StorageError, UnsafeError
+
+
+def explain_os_error(error: OSError, path: Path | str) -> CkptoolError:
+    """The ckptool error that says what an OSError means for the person at the keyboard."""
+    if error.errno == errno.ENOSPC:
+        return StorageError(f"no space left on the disk of {path}", hint="free some space, or choose another folder")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return AccessError(f"permission denied: {path}")
+    if error.errno == errno.EROFS:
+        return StorageError(f"read-only file system: {path}")
+    if error.errno == errno.ENOENT:
+        return NotFoundError(f"no such file or folder: {path}")
+    return StorageError(f"{path}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def os_errors(path: Path | str) -> Iterator[None]:
+    """Turn OSErrors about `path` into ckptool errors."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_os_error(error, error.filename or path) from error
+
+
+class RangeReader:
+    """Positional reads of the files below one folder; keeps at most `max_open` of them open.
+
+    Names come from checkpoints, so they are untrusted: `path_of` refuses any that leaves the folder.
+    """
+
+    def __init__(self, root: Path, max_open: int = 64) -> None:
+        self.root = root
+        self._max_open = max_open
+        self._fds: dict[str, int] = {}
+
+    def path_of(self, name: str) -> Path:
+        """The path of a file inside the folder. Raises UnsafeError for names that point outside."""
+        return safe_join(self.root, name)
+
+    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        """Fill `out` from `offset_bytes` on. Raises DamagedError when the file ends before."""
+        with os_errors(self.root / name):
+            fd = self._open(name)
+            done = 0
+            while done < len(out):
+                count = os.preadv(fd, [out[done:]], offset_bytes + done)
+                if count == 0:
+                    raise DamagedError(
+                        f"{self.root / name} ends at byte {offset_bytes + done}, "
+                        f"{len(out) - done} bytes before the data it should hold"
+                    )
+                done += count
+
+    def read(self, name: str, offset_bytes: int, num_bytes: int) -> bytes:
+        out = bytearray(num_bytes)
+        self.read_into(name, offset_bytes, memoryview(out))
+        return bytes(out)
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def _open(self, name: str) -> int:
+        fd = self._fds.get(name)
+        if fd is None:
+            if len(self._fds) >= self._max_open:
+                os.close(self._fds.pop(next(iter(self._fds))))
+            fd = self._fds[name] = os.open(self.path_of(name), os.O_RDONLY | os.O_CLOEXEC)
+        return fd
+
+
+def safe_join(root: Path, name: str) -> Path:
+    """`root / name` for an untrusted relative name. Raises UnsafeError for absolute names, `..`, NUL and backslashes,
+    and for links that lead out of `root` (the Hub cache's links into its own blob store are allowed)."""
+    if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+        raise UnsafeError(f"{root}: a file name points outside its folder: {name!r}")
+    path = root / name
+    if path.is_symlink():
+        target, base = path.resolve(), root.resolve()
+        hub_store = base.parent.parent if base.parent.name == "snapshots" else base
+        if not (target.is_relative_to(base) or target.is_relative_to(hub_store)):
+            raise UnsafeError(f"{path} is a link out of its folder, to {target}")
+    return path
+
+
+def read_json(path: Path, max_bytes: int = 256 << 20) -> Any:
+    """Parse a JSON file. Raises DamagedError when it is larger than `max_bytes`, not JSON, or nested absurdly deep."""
+    with os_errors(path):
+        if path.stat().st_size > max_bytes:
+            raise DamagedError(f"{path} is larger than {max_bytes} bytes")
+        raw = path.read_bytes()
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} is not valid JSON: {error}") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write readable JSON with a final newline. Durability is the staging folder's business."""
+    with os_errors(path):
+        path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
