@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class Box:
         edges = [0, *cuts, self.sizes[0]]
         return [
             Box((self.offsets[0] + a, *self.offsets[1:]), (b - a, *self.sizes[1:]))
-            for a, b in zip(edges, edges[1:], strict=False)
+            for a, b in itertools.pairwise(edges)
         ]
 
 

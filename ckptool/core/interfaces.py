@@ -1,4 +1,4 @@
-"""The plug points. Tensor bytes travel between them as C-contiguous memoryviews, so a format needs no torch to move them."""
+"""The plug points. Tensor bytes travel as C-contiguous memoryviews, so a format needs no torch to move them."""
 
 from __future__ import annotations
 

@@ -27,9 +27,10 @@ class Naming:
 class Provenance:
     """The record written beside every checkpoint of ours as `ckptool.json`.
 
-    `ties` maps an alias (without the `model.` prefix) to the parameter that holds its bytes;
-    `stored_aliases` are those aliases that the source stored as tensors of their own;
-    `untied` are pairs that the source's config ties but whose stored values differ, so both were kept.
+    Names are live parameter names, without the `model.` prefix. `ties` maps an alias to the parameter that holds its
+    bytes; `stored_tied_names` are the names of tied tensors that the source stored, aliases or not, so that an export
+    stores the same ones; `untied` are pairs that the source's config ties but whose stored values differ: both were
+    kept.
     """
 
     tool_version: str
@@ -40,7 +41,7 @@ class Provenance:
     source: dict[str, Any] = field(default_factory=dict)
     naming: Naming | None = None
     ties: dict[str, str] = field(default_factory=dict)
-    stored_aliases: tuple[str, ...] = ()
+    stored_tied_names: tuple[str, ...] = ()
     untied: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
@@ -50,7 +51,7 @@ class Provenance:
 
     @classmethod
     def from_json(cls, record: Any, location: str) -> Provenance:
-        """Build from parsed JSON. Raises DamagedError when a field is missing, of another type, or of a later format."""
+        """Build from parsed JSON. Raises DamagedError when a field is of another type, or the format is later."""
         if not isinstance(record, dict) or not isinstance(record.get("format_version"), int):
             raise DamagedError(f"{location}: not a ckptool record")
         if record["format_version"] > FORMAT_VERSION:
@@ -66,7 +67,7 @@ class Provenance:
                 naming = dict(values["naming"])
                 naming["transforms"] = tuple(naming.get("transforms", ()))
                 values["naming"] = Naming(**naming)
-            values["stored_aliases"] = tuple(values.get("stored_aliases", ()))
+            values["stored_tied_names"] = tuple(values.get("stored_tied_names", ()))
             provenance = cls(**values)
         except (TypeError, ValueError) as error:
             raise DamagedError(f"{location}: {error}") from error

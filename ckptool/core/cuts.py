@@ -1,0 +1,58 @@
+"""Where an import cuts a tensor's rows into chunks.
+
+DTensor gives rank r of W the rows [r * ceil(n / W), (r + 1) * ceil(n / W)) (torch.chunk's rule), and stock DCP readers
+read every stored chunk that their rows touch, whole. Cuts at those row numbers make each rank read only its own bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from ckptool.core.box import Box
+from ckptool.core.tensors import Chunk, TensorEntry
+
+#: World sizes whose row splits the cuts follow, most usual first; later ones are dropped when chunks would get tiny.
+WORLD_SIZES = (2, 4, 8, 3, 16, 6, 5, 7)
+
+#: A chunk smaller than this costs more in archive overhead (about 1.3 kB) than it saves.
+MIN_CHUNK_BYTES = 32 << 10
+
+
+def row_cuts(num_rows: int, row_bytes: int, max_chunk_bytes: int) -> list[int]:
+    """Ascending row numbers to cut before, each in (0, num_rows).
+
+    Chunks get at most `max_chunk_bytes` (or one row, when a row is larger), and at least `MIN_CHUNK_BYTES` unless
+    the upper bound asks for less.
+    """
+    max_rows = max(1, max_chunk_bytes // max(1, row_bytes))
+    min_rows = min(max_rows, max(1, math.ceil(MIN_CHUNK_BYTES / max(1, row_bytes))))
+    edges = {0, num_rows}
+    for world_size in WORLD_SIZES:
+        rows_per_rank = math.ceil(num_rows / world_size)
+        candidate = edges | set(range(rows_per_rank, num_rows, rows_per_rank)) if rows_per_rank else edges
+        if all(b - a >= min_rows for a, b in itertools.pairwise(sorted(candidate))):
+            edges = candidate
+    cuts: list[int] = []
+    for a, b in itertools.pairwise(sorted(edges)):
+        pieces = math.ceil((b - a) / max_rows)
+        cuts.extend(a + (b - a) * piece // pieces for piece in range(pieces) if a + (b - a) * piece // pieces > 0)
+    return cuts
+
+
+def cut_tensor(fqn: str, dtype: str, shape: tuple[int, ...], max_chunk_bytes: int) -> TensorEntry:
+    """A target entry whose chunks are dim-0 blocks cut by `row_cuts`. 0-d and empty tensors are one chunk."""
+    whole = TensorEntry(fqn, dtype, shape, (Chunk(Box.whole(shape)),))
+    if not shape or whole.num_elements == 0:
+        return whole
+    cuts = row_cuts(shape[0], whole.num_bytes // shape[0], max_chunk_bytes)
+    return TensorEntry(fqn, dtype, shape, tuple(Chunk(box) for box in Box.whole(shape).cut_rows(cuts)))
+
+
+def stream_tensor(fqn: str, dtype: str, shape: tuple[int, ...], max_piece_bytes: int) -> TensorEntry:
+    """A target entry for formats that store tensors whole: plain row blocks of at most `max_piece_bytes`."""
+    entry = TensorEntry(fqn, dtype, shape, ())
+    if not shape or entry.num_elements == 0:
+        return TensorEntry(fqn, dtype, shape, (Chunk(Box.whole(shape)),))
+    max_rows = max(1, max_piece_bytes // (entry.num_bytes // shape[0]))
+    return TensorEntry(fqn, dtype, shape, tuple(Chunk(box) for box in Box.whole(shape).split_rows(max_rows)))

@@ -1,0 +1,209 @@
+"""Hugging Face folders: safetensors shards, their index, and the side files that make a model of them."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ckptool.core.box import Box
+from ckptool.core.checkpoint import Manifest
+from ckptool.core.tensors import TensorEntry
+from ckptool.errors import DamagedError, NotFoundError, StorageError, UnsupportedError, name_some
+from ckptool.formats.safetensors_file import build_header, read_header
+from ckptool.storage.files import RangeReader, os_errors, read_json, write_json
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+#: Files that hold weights (in whichever framework), or that index them: never side files.
+WEIGHT_PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin.index.json",
+    "pytorch_model*.bin",
+    "adapter_model*.bin",
+    "*.pth",
+    "*.pt",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.tflite",
+    "*.distcp",
+)
+
+
+class HfSource:
+    """A Hugging Face folder, or one `.safetensors` file, as a Source. `notes` says what was left aside and why."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path if path.is_dir() else path.parent
+        self._reader = RangeReader(self.folder)
+        self.notes: list[str] = []
+        files = self._weight_files() if path.is_dir() else [path.name]
+        self.index: dict[str, str] = {}
+        if path.is_dir() and (path / INDEX_NAME).exists():
+            self.index = read_index(path / INDEX_NAME)
+        tensors = self._read_tensors(files)
+        sizes = {file: self._reader.path_of(file).stat().st_size for file in files}
+        self.manifest = Manifest(str(path), tensors, files=sizes)
+
+    def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
+        entry = self.manifest.tensors[fqn]
+        locator = entry.chunks[0].locator
+        if locator is None or not box.is_contiguous_in(entry.shape):
+            raise DamagedError(f"{self.folder}: {fqn} can only be read in runs of rows")
+        start = locator.offset + box.flat_start(entry.shape) * entry.itemsize_bytes
+        self._reader.read_into(locator.file, start, out)
+
+    def read_object(self, fqn: str) -> bytes:
+        raise NotFoundError(f"{self.folder}: safetensors files hold no objects, so not {fqn}")
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _weight_files(self) -> list[str]:
+        """The files to read: those of the index when there is one, else every safetensors file."""
+        present = sorted(p.name for p in self.folder.glob("*.safetensors"))
+        if (self.folder / INDEX_NAME).exists():
+            listed = sorted(set(read_index(self.folder / INDEX_NAME).values()))
+            absent = [file for file in listed if not self._reader.path_of(file).exists()]
+            if absent:
+                raise DamagedError(f"{self.folder}: the index names files that are not there: {name_some(absent)}")
+            if stray := sorted(set(present) - set(listed)):
+                self.notes.append(f"ignored, not in the index: {name_some(stray)}")
+            return listed
+        if SINGLE_NAME in present and len(present) > 1:
+            self.notes.append(f"ignored beside {SINGLE_NAME}: {name_some(set(present) - {SINGLE_NAME})}")
+            return [SINGLE_NAME]
+        if not present:
+            raise self._nothing_to_read()
+        return present
+
+    def _nothing_to_read(self) -> Exception:
+        others = [p.name for p in sorted(self.folder.iterdir()) if is_weight_file(p.name)]
+        if others:
+            return UnsupportedError(
+                f"{self.folder} has no safetensors files, only {name_some(others)}",
+                hint="add --engine transformers, which loads them through transformers (whole model in memory)",
+            )
+        return NotFoundError(f"{self.folder} has no safetensors files", hint="is it a Hugging Face model folder?")
+
+    def _read_tensors(self, files: Sequence[str]) -> dict[str, TensorEntry]:
+        tensors: dict[str, TensorEntry] = {}
+        for file in files:
+            entries, _ = read_header(self._reader, file)
+            for name, entry in entries.items():
+                if self.index and self.index.get(name) != file:
+                    self.notes.append(f"ignored, not in the index: {name} of {file}")
+                    continue
+                if name in tensors:
+                    raise DamagedError(f"{self.folder}: tensor {name} is in more than one file")
+                tensors[name] = entry
+        if absent := set(self.index) - set(tensors):
+            raise DamagedError(f"{self.folder}: the index names tensors that their files lack: {name_some(absent)}")
+        return tensors
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The `weight_map` of an index: tensor name -> file name. Raises DamagedError when it is no such map."""
+    record = read_json(path)
+    weight_map = record.get("weight_map") if isinstance(record, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise DamagedError(f"{path}: no weight_map of tensor names to file names")
+    return weight_map
+
+
+def is_weight_file(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(os.path.basename(name), pattern) for pattern in WEIGHT_PATTERNS)
+
+
+def side_files(folder: Path) -> list[str]:
+    """Every file below `folder` that holds no weights, as relative names; hidden files and folders are left out."""
+    names: list[str] = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        relative = Path(parent).relative_to(folder)
+        names.extend((relative / f).as_posix() for f in files if not f.startswith(".") and not is_weight_file(f))
+    return sorted(names)
+
+
+def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy the named files, byte for byte, following links (a Hub cache is made of them)."""
+    for name in names:
+        destination = target / name
+        with os_errors(destination):
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, destination)
+
+
+def assign_shards(entries: Iterable[TensorEntry], max_shard_bytes: int) -> dict[str, list[TensorEntry]]:
+    """Distribute tensors over files in their given order: a new file when the next tensor would pass the limit.
+
+    The names are transformers': `model.safetensors`, or `model-00001-of-0000N.safetensors`.
+    """
+    shards: list[list[TensorEntry]] = [[]]
+    used = 0
+    for entry in entries:
+        if shards[-1] and used + entry.num_bytes > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(entry)
+        used += entry.num_bytes
+    if len(shards) == 1:
+        return {SINGLE_NAME: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+class HfSink:
+    """Writes safetensors shards into a staging folder. Every file has its full size from the start, tensors in place."""
+
+    def __init__(self, folder: Path, shards: Mapping[str, list[TensorEntry]]) -> None:
+        self._folder = folder
+        self._shards = shards
+        self._fds: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int, TensorEntry]] = {}
+        for file, entries in shards.items():
+            header, offsets = build_header(entries)
+            with os_errors(folder / file):
+                fd = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                self._fds[file] = fd
+                os.pwrite(fd, header, 0)
+            self._places.update({e.fqn: (fd, offsets[e.fqn], e) for e in entries})
+
+    def write(self, fqn: str, box: Box, data: memoryview) -> None:
+        fd, offset, entry = self._places[fqn]
+        position = offset + box.flat_start(entry.shape) * entry.itemsize_bytes
+        with os_errors(self._folder):
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], position + done)
+
+    def write_object(self, fqn: str, data: bytes) -> None:
+        raise UnsupportedError(f"safetensors files can't hold the object {fqn}")
+
+    def finish(self) -> None:
+        """Close the files, write the index when there is more than one, and read every header back."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        if len(self._shards) > 1:
+            total = sum(e.num_bytes for entries in self._shards.values() for e in entries)
+            weight_map = {e.fqn: file for file, entries in self._shards.items() for e in entries}
+            record = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(self._folder / INDEX_NAME, record)
+        self._read_back()
+
+    def _read_back(self) -> None:
+        written = HfSource(self._folder)
+        expected = {e.fqn: (e.dtype, e.shape) for entries in self._shards.values() for e in entries}
+        found = {e.fqn: (e.dtype, e.shape) for e in written.manifest.tensors.values()}
+        written.close()
+        if found != expected:
+            raise StorageError(f"{self._folder}: what was written does not read back as it should")
