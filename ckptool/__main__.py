@@ -1,0 +1,7 @@
+"""`python -m ckptool`."""
+
+from __future__ import annotations
+
+from ckptool.cli.main import main
+
+main()

@@ -1,0 +1,87 @@
+"""The options and arguments that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.shell_completion import CompletionItem
+
+from ckptool.core.dtypes import DTYPE_OPTIONS
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_UNIT_BYTES = {
+    **{"": 1, "B": 1},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_UNITS_IGNORING_CASE = {unit.lower(): num_bytes for unit, num_bytes in _UNIT_BYTES.items()}
+
+
+class Size(click.ParamType):
+    """A number of bytes: `32MiB` is 32 * 2**20, `5GB` is 5 * 10**9, a plain number is bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        unit_bytes = _UNITS_IGNORING_CASE.get(match[2].lower()) if match else None
+        if match is None or unit_bytes is None:
+            self.fail(f"{value!r} is not a size. Write a number and a unit, like 32MiB or 5GB.", param, ctx)
+        num_bytes = int(float(match[1]) * unit_bytes)
+        if num_bytes < 1:
+            self.fail(f"{value!r} is less than one byte.", param, ctx)
+        return num_bytes
+
+
+def complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shell completion of a checkpoint NAME: the checkpoints under the root, `latest`, or any folder."""
+    from ckptool.runs import default_root
+
+    if "/" in incomplete or incomplete.startswith("."):
+        return [CompletionItem(incomplete, type="dir")]
+    root = ctx.params.get("root") or default_root()
+    try:
+        names = sorted(entry.name for entry in root.iterdir() if (entry / ".metadata").exists())
+    except OSError:
+        names = []
+    return [CompletionItem(name) for name in ["latest", *names] if name.startswith(incomplete)]
+
+
+def complete_path(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Shell completion of a path, left to the shell."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+name_argument = click.argument("name", shell_complete=complete_name)
+
+root_option = click.option(
+    "--root",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="CKPTOOL_ROOT",
+    show_envvar=True,
+    help="The folder that holds the checkpoints (default ./ckpt).",
+)
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(["keep", *DTYPE_OPTIONS]),
+    default="keep",
+    show_default=True,
+    help="Cast floating-point tensors; integers and booleans keep theirs.",
+)
+
+dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan and stop: nothing is written.")
+
+
+def output_options(command: Command) -> Command:
+    """Add `--json` and `--quiet`."""
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
+    quiet = click.option("--quiet", "-q", is_flag=True, help="No progress or messages; print only paths or names.")
+    return as_json(quiet(command))

@@ -1,0 +1,126 @@
+"""How results look. Results go to stdout, everything else to stderr; names from checkpoints are never trusted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptool.core.plan import Plan, Result
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: Version of the object that `--json` prints. Fields are only added within a version.
+JSON_VERSION = 1
+
+_SIZE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+Row = Sequence[str]
+
+
+def show(result: Result, *, as_json: bool, quiet: bool, human: Callable[[Result], None], bare: Iterable[str]) -> None:
+    """Print a result: as JSON, as bare lines (`--quiet`), or by `human`. Notes go to stderr unless quiet."""
+    if not quiet and not as_json:
+        for note in result.notes:
+            message(f"note: {note}")
+    if as_json:
+        click.echo(json.dumps({"version": JSON_VERSION, **result.to_json()}, indent=2, ensure_ascii=False))
+    elif quiet:
+        for line in bare:
+            click.echo(one_line(line))
+    else:
+        human(result)
+
+
+def message(text: str) -> None:
+    """A line for the person at the keyboard, on stderr."""
+    click.echo(one_line(text), err=True)
+
+
+def line(text: str = "") -> None:
+    """A line of the result, on stdout."""
+    click.echo(one_line(text))
+
+
+def table(headers: Row, rows: Iterable[Row], *, right: Iterable[str] = (), wrap: str = "") -> None:
+    """Print a table on stdout: in a terminal fitted to its width, elsewhere aligned and never cut.
+
+    `right` names the columns of numbers, `wrap` the one column that may be folded when the terminal is narrow.
+    """
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    if not sys.stdout.isatty():
+        _plain_table(headers, cells, set(right))
+        return
+    from rich.console import Console
+
+    Console(highlight=False, markup=False, emoji=False).print(_rich_table(headers, cells, set(right), wrap))
+
+
+def _plain_table(headers: Row, rows: list[list[str]], right: set[str]) -> None:
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    for row in [headers, *rows]:
+        cells = [
+            cell.rjust(width) if header in right else cell.ljust(width)
+            for header, cell, width in zip(headers, row, widths, strict=True)
+        ]
+        click.echo("  ".join(cells).rstrip())
+
+
+def _rich_table(headers: Row, rows: list[list[str]], right: set[str], wrap: str) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    view = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for header in headers:
+        view.add_column(header, justify="right" if header in right else "left", no_wrap=header != wrap, overflow="fold")
+    for row in rows:
+        view.add_row(*(Text(cell) for cell in row))
+    return view
+
+
+def plan_lines(plan: Plan) -> list[tuple[str, str]]:
+    """What a plan says, as (label, value) pairs in reading order."""
+    facts = plan.to_json()
+    pairs = [
+        ("from", plan.source),
+        ("to", plan.target),
+        ("tensors", f"{facts['num_tensors']} in {facts['num_chunks']} chunks"),
+        ("read", size(plan.read_bytes)),
+        ("write", size(plan.write_bytes)),
+        ("memory", f"{size(plan.peak_bytes)} of buffers"),
+        ("disk", f"{size(plan.disk_bytes)} needed"),
+    ]
+    return pairs + [("note", note) for note in plan.notes]
+
+
+def show_plan(plan: Plan) -> None:
+    """Print a plan on stdout, for `--dry-run`."""
+    line(f"{plan.verb} would do this (nothing was written):")
+    for label, value in plan_lines(plan):
+        line(f"  {label:<8} {value}")
+
+
+def size(num_bytes: int) -> str:
+    """`270.1 MB`: decimal units, one decimal."""
+    value = float(num_bytes)
+    for unit in _SIZE_UNITS:
+        if value < 999.95 or unit == _SIZE_UNITS[-1]:
+            break
+        value /= 1000
+    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `3 min`, `5 h`, `12 d`."""
+    for unit_seconds, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= unit_seconds:
+            return f"{seconds / unit_seconds:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def one_line(text: str) -> str:
+    """The text with control characters escaped: a name in a hostile file must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

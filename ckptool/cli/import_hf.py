@@ -1,0 +1,79 @@
+"""`ckptool import-hf SRC [NAME]`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptool.cli._options import (
+    Size,
+    complete_path,
+    dry_run_option,
+    dtype_option,
+    output_options,
+    root_option,
+)
+from ckptool.cli._output import line, show, show_plan, size
+from ckptool.cli._progress import progress_on_stderr
+from ckptool.core.plan import Result
+
+
+@click.command("import-hf", short_help="Turn a Hugging Face model into a distributed checkpoint.")
+@click.argument("src", shell_complete=complete_path)
+@click.argument("name", required=False)
+@root_option
+@click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.")
+@dtype_option
+@click.option(
+    "--chunk-size", type=Size(), default="32MiB", show_default=True, help="Largest piece of a tensor stored as one."
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["stream", "transformers"]),
+    default="stream",
+    show_default=True,
+    help="stream: never the whole model in memory. transformers: from_pretrained on the CPU, then save.",
+)
+@dry_run_option
+@output_options
+def command(
+    src: str,
+    name: str | None,
+    root: Path | None,
+    revision: str | None,
+    dtype: str,
+    chunk_size: int,
+    engine: str,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Turn a Hugging Face model into a distributed checkpoint.
+
+    SRC is a Hub id (meta-llama/Llama-3.1-8B), a local folder or a single file. The checkpoint is written to NAME under
+    the root; NAME defaults to the last part of SRC.
+    """
+    from ckptool.ops.import_hf import import_hf
+
+    with progress_on_stderr(quiet) as progress:
+        result = import_hf(
+            src,
+            name,
+            root=root,
+            revision=revision,
+            dtype=dtype,
+            chunk_bytes=chunk_size,
+            engine=engine,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    show(result, as_json=as_json, quiet=quiet, human=_show, bare=[result.target])
+
+
+def _show(result: Result) -> None:
+    if result.plan is not None and not result.executed:
+        show_plan(result.plan)
+        return
+    written = f" ({size(result.plan.write_bytes)} in {result.seconds:.1f} s)" if result.plan else ""
+    line(f"imported to {result.target}{written}")

@@ -1,0 +1,72 @@
+"""`ckptool ls [ROOT]`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ckptool.cli._options import output_options
+from ckptool.cli._output import duration, line, show, size, table
+from ckptool.core.plan import Result
+from ckptool.errors import UsageError
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command("ls", short_help="List the checkpoints under the root.")
+@click.argument("root", type=_FOLDER, required=False)
+@click.option(
+    "--root",
+    "root_option",
+    type=_FOLDER,
+    envvar="CKPTOOL_ROOT",
+    show_envvar=True,
+    help="The same as the argument (default ./ckpt).",
+)
+@output_options
+def command(root: Path | None, root_option: Path | None, as_json: bool, quiet: bool) -> None:
+    """List the checkpoints under ROOT: step, size, state, who wrote them and how far the data was read."""
+    from ckptool.ops.ls import ls
+
+    typed = click.get_current_context().get_parameter_source("root_option") is ParameterSource.COMMANDLINE
+    if root is not None and typed:
+        raise UsageError("the root is given twice, as an argument and as --root", hint=f"ckptool ls {root}")
+    result = ls(root or root_option)
+    show(result, as_json=as_json, quiet=quiet, human=_show, bare=[row["name"] for row in result.details["checkpoints"]])
+
+
+def _show(result: Result) -> None:
+    rows = result.details["checkpoints"]
+    if not rows:
+        line(f"no checkpoints under {result.target}")
+        return
+    table(
+        ["NAME", "STEP", "SIZE", "STATE", "WORLD", "DATA", "AGE"],
+        [_cells(row) for row in rows],
+        right=["STEP", "SIZE", "WORLD", "DATA", "AGE"],
+        wrap="STATE",
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["name"],
+        _or_dash(row["step"]),
+        size(row["num_bytes"]),
+        "complete" if row["complete"] else row["reason"],
+        _or_dash(row["world_size"]),
+        _or_dash(row["consumed"]),
+        _age(row["created"]),
+    ]
+
+
+def _age(created: float | None) -> str:
+    return "-" if created is None else duration(time.time() - created)
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,50 @@
+"""The `ckptool` command: the group, its version, and the one place where errors become exit codes.
+
+No module of this package imports torch, rich or the library's working parts at its top: `--help` must stay quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ckptool import __version__
+from ckptool.cli import completion, export, import_hf, inspect, ls
+from ckptool.cli._errors import report
+
+EPILOG = (
+    "Exit codes: 0 ok, 1 error, 2 usage, 3 mismatch, 4 damaged input, 5 unsafe content, 6 target exists, "
+    "130 interrupted."
+)
+
+
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="ckptool", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Convert, inspect and export PyTorch distributed checkpoints (DCP).
+
+    A checkpoint NAME is a path, a name under the root (step-5000), or "latest".
+    """
+
+
+for command in (import_hf.command, export.command, ls.command, inspect.command, completion.command):
+    cli.add_command(command)
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run one command line (default: this process's arguments) and return its exit code. Errors go to stderr."""
+    try:
+        code = cli.main(args=args, prog_name="ckptool", standalone_mode=False)
+        sys.stdout.flush()
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        return report(error)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())
