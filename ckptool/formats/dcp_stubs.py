@@ -1,0 +1,140 @@
+"""What may stand in a `.metadata` pickle, and the torch-free stand-ins it becomes.
+
+The classes are torch's (torch/distributed/checkpoint/metadata.py and filesystem.py), under every module name that torch
+since 2.0 has written them with. Stand-ins hold whatever the pickle sets on them; formats/dcp_metadata.py checks it.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from ckptool.core.dtypes import ITEMSIZE_BYTES
+from ckptool.storage.safe_pickle import FrozenType, Globals
+
+
+class Record(metaclass=FrozenType):
+    """Base of the stand-ins: made without arguments, filled by the pickle's attribute dict, compared by identity."""
+
+    def __init__(self) -> None:
+        raise TypeError(f"{type(self).__name__} is only made by unpickling")
+
+    def __new__(cls) -> Record:
+        return object.__new__(cls)
+
+
+class Metadata(Record):
+    state_dict_metadata: Any
+    storage_data: Any
+    planner_data: Any = None
+
+
+class MetadataIndex(Record):
+    fqn: Any
+    offset: Any = None
+
+
+class TensorStorageMetadata(Record):
+    properties: Any
+    size: Any
+    chunks: Any
+
+
+class ChunkStorageMetadata(Record):
+    offsets: Any
+    sizes: Any
+
+
+class BytesStorageMetadata(Record):
+    pass
+
+
+class StorageMeta(Record):
+    pass
+
+
+class StorageInfo(Record):
+    relative_path: Any
+    offset: Any
+    length: Any
+    transform_descriptors: Any = None
+
+
+class TensorProperties(Record):
+    """Its state is the tuple that torch's TensorProperties.__getstate__ gives; only the dtype's name is kept."""
+
+    dtype: str
+
+    def __setstate__(self, state: Any) -> None:
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(dtype, str):
+            raise TypeError("tensor properties without a dtype")
+        self.dtype = dtype
+
+
+class Joined(metaclass=FrozenType):
+    """A pathlib path: calling it gives a string."""
+
+    def __new__(cls, *parts: Any) -> Any:
+        return str(pathlib.PurePosixPath(*(part for part in parts if isinstance(part, str))))
+
+
+class Ignored(metaclass=FrozenType):
+    """A layout or a memory format, which say nothing about the bytes in a file: calling it gives None."""
+
+    def __new__(cls, *arguments: Any) -> Any:
+        return None
+
+
+class OrderedDict(metaclass=FrozenType):
+    def __new__(cls, items: Any = ()) -> Any:
+        return dict(items)
+
+
+class Rebuild(metaclass=FrozenType):
+    """copyreg._reconstructor, which pickle protocols 0 and 1 make objects with; here only of the stand-ins."""
+
+    def __new__(cls, kind: Any = None, base: Any = None, state: Any = None) -> Any:
+        if not (isinstance(kind, type) and issubclass(kind, Record)):
+            raise TypeError("only checkpoint records can be rebuilt")
+        return kind.__new__(kind)
+
+
+_METADATA_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed._shard.checkpoint.metadata",
+    "torch.distributed._shard.sharded_tensor.metadata",
+)
+_RECORDS: tuple[type[Record], ...] = (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+    ChunkStorageMetadata,
+    BytesStorageMetadata,
+    StorageMeta,
+    TensorProperties,
+)
+
+METADATA_GLOBALS: Globals = {
+    **{(module, record.__name__): record for module in _METADATA_MODULES for record in _RECORDS},
+    **{
+        (module, name): Ignored
+        for module in _METADATA_MODULES
+        for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+    ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+    **{("torch", name): name for name in ITEMSIZE_BYTES},
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): Ignored,
+    **{
+        (module, name): Joined
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+    },
+    ("collections", "OrderedDict"): OrderedDict,
+    ("copyreg", "_reconstructor"): Rebuild,
+    ("builtins", "object"): Ignored,
+    # Python 3.11.0 to 3.11.3 pickle an enum member as getattr(its class, its name); here it is only ever ignored.
+    ("builtins", "getattr"): Ignored,
+}
