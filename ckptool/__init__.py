@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from ckptool.errors import MismatchError as MismatchError
     from ckptool.errors import NotFoundError as NotFoundError
     from ckptool.errors import UsageError as UsageError
-    from ckptool.formats.dcp_metadata import read_manifest as open_checkpoint
+    from ckptool.formats.dcp_metadata import read_manifest
     from ckptool.ops.export import export as export
     from ckptool.ops.import_hf import import_hf as import_hf
     from ckptool.runs import find_latest as find_latest
     from ckptool.runs import list_checkpoints as list_checkpoints
     from ckptool.runs import resolve as resolve
+
+    open_checkpoint = read_manifest
 
 __version__ = "0.1.0"
 
@@ -49,7 +51,26 @@ _HOMES = {
     "load": "ckptool.distributed",
 }
 
-__all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605
+__all__ = [
+    "CkptoolError",
+    "DamagedError",
+    "DataPosition",
+    "MismatchError",
+    "Naming",
+    "NotFoundError",
+    "Provenance",
+    "UsageError",
+    "__version__",
+    "export",
+    "find_latest",
+    "import_hf",
+    "list_checkpoints",
+    "load",
+    "open_checkpoint",
+    "resolve",
+    "save",
+    "unit_index",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptool.core.box import exact_cover_fault
 from ckptool.core.provenance import Provenance
-from ckptool.core.tensors import ObjectEntry, TensorEntry
+from ckptool.core.tensors import Locator, ObjectEntry, TensorEntry
 from ckptool.errors import DamagedError
 
 
@@ -48,19 +48,19 @@ class Manifest:
         self._check_locators()
 
     def _check_locators(self) -> None:
-        for entry in [*self.tensors.values(), *self.objects.values()]:
-            for locator in _locators(entry):
+        for fqn, locators in self._all_locators():
+            for locator in locators:
                 size = self.files.get(locator.file)
                 if size is None:
-                    raise DamagedError(f"{self.location}: {entry.fqn} needs {locator.file}, which is not there")
+                    raise DamagedError(f"{self.location}: {fqn} needs {locator.file}, which is not there")
                 if locator.offset < 0 or locator.length < 0 or locator.offset + locator.length > size:
                     raise DamagedError(
-                        f"{self.location}: {entry.fqn} lies at {locator.offset}+{locator.length} of {locator.file}, "
+                        f"{self.location}: {fqn} lies at {locator.offset}+{locator.length} of {locator.file}, "
                         f"which ends at {size} (truncated?)"
                     )
 
-
-def _locators(entry: TensorEntry | ObjectEntry) -> list:
-    if isinstance(entry, ObjectEntry):
-        return [entry.locator] if entry.locator else []
-    return [chunk.locator for chunk in entry.chunks if chunk.locator]
+    def _all_locators(self) -> Iterator[tuple[str, list[Locator]]]:
+        for entry in self.tensors.values():
+            yield entry.fqn, [chunk.locator for chunk in entry.chunks if chunk.locator]
+        for item in self.objects.values():
+            yield item.fqn, [item.locator] if item.locator else []

@@ -8,19 +8,22 @@ from typing import Any
 
 from ckptool.core.tensors import TensorEntry
 
+#: {source fqn: tensor} -> {target fqn: tensor}; the tensors are torch's, which core doesn't import.
+Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class PlanItem:
     """One unit of work: read `sources`, give `targets`.
 
     Without a `transform` there is one source and one target of the same shape, and the engine streams it box by box,
-    casting when the dtypes differ. With one, the engine reads the whole group and calls
-    `transform({source name: tensor}) -> {target name: tensor}`.
+    casting when the dtypes differ. With one, the engine reads the whole group, casts it to the targets' dtype, and
+    calls `transform({source fqn: tensor}) -> {target fqn: tensor}`.
     """
 
     sources: tuple[str, ...]
     targets: tuple[TensorEntry, ...]
-    transform: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    transform: Transform | None = None
     label: str = "copy"
 
 

@@ -162,7 +162,7 @@ def assign_shards(entries: Iterable[TensorEntry], max_shard_bytes: int) -> dict[
 
 
 class HfSink:
-    """Writes safetensors shards into a staging folder. Every file has its full size from the start, tensors in place."""
+    """Writes safetensors shards into a staging folder: headers first, then each box at its place."""
 
     def __init__(self, folder: Path, shards: Mapping[str, list[TensorEntry]]) -> None:
         self._folder = folder

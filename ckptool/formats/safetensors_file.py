@@ -1,6 +1,7 @@
-"""safetensors headers: one validating reader, one writer. The format: 8 bytes little-endian header length, JSON, payload.
+"""safetensors headers: one validating reader, one writer.
 
-Format: https://github.com/huggingface/safetensors#format. The writer lays tensors out as the safetensors library does
+A file is 8 bytes of little-endian header length, a JSON header, the payload:
+https://github.com/huggingface/safetensors#format. The writer lays tensors out as the safetensors library does
 (widest dtype first, then by name), so that a file it wrote comes back byte for byte.
 """
 

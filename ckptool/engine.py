@@ -1,0 +1,101 @@
+"""The loop that moves tensor bytes. Nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ckptool.core.box import Box
+from ckptool.core.interfaces import Progress, Sink, Source
+from ckptool.core.plan import Plan, PlanItem, Transform
+from ckptool.core.tensors import TensorEntry
+from ckptool.errors import MismatchError, name_some
+
+
+class _Buffer:
+    """A staging buffer that only grows: first touch of fresh pages costs ten times a copy into warm ones."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def view(self, num_bytes: int) -> memoryview:
+        if len(self._bytes) < num_bytes:
+            self._bytes = bytearray(num_bytes)
+        return memoryview(self._bytes)[:num_bytes]
+
+
+def run(plan: Plan, source: Source, sink: Sink, report: Progress | None = None) -> None:
+    """Execute every item of `plan` and finish the sink. Memory stays at the plan's `peak_bytes`.
+
+    `report(num_bytes)` is called after each written piece. Errors of the source and the sink pass through; the caller
+    publishes the sink's folder only after a normal return.
+    """
+    reading, casting = _Buffer(), _Buffer()
+    for item in plan.items:
+        if item.transform is None:
+            _stream(item, source, sink, reading, casting, report)
+        else:
+            _convert(item, item.transform, source, sink, report)
+    sink.finish()
+
+
+def _stream(
+    item: PlanItem, source: Source, sink: Sink, reading: _Buffer, casting: _Buffer, report: Progress | None
+) -> None:
+    entry, (source_fqn,) = item.targets[0], item.sources
+    stored = source.manifest.tensors[source_fqn]
+    for chunk in entry.chunks:
+        data = reading.view(chunk.box.num_elements * stored.itemsize_bytes)
+        source.read_into(source_fqn, chunk.box, data)
+        if entry.dtype != stored.dtype and data:
+            out = casting.view(chunk.box.num_elements * entry.itemsize_bytes)
+            _as_tensor(out, entry.dtype).copy_(_as_tensor(data, stored.dtype))
+            data = out
+        sink.write(entry.fqn, chunk.box, data)
+        if report:
+            report(len(data))
+
+
+def _convert(item: PlanItem, transform: Transform, source: Source, sink: Sink, report: Progress | None) -> None:
+    tensors = {fqn: _read_whole(source, fqn, item.targets[0].dtype) for fqn in item.sources}
+    made = transform(tensors)
+    del tensors
+    _check_made(item.targets, made)
+    for entry in item.targets:
+        flat = made[entry.fqn].contiguous().view(-1)
+        for chunk in entry.chunks:
+            start = chunk.box.flat_start(entry.shape)
+            piece = flat[start : start + chunk.box.num_elements]
+            data = _as_memory(piece)
+            sink.write(entry.fqn, chunk.box, data)
+            if report:
+                report(len(data))
+
+
+def _read_whole(source: Source, fqn: str, dtype: str) -> torch.Tensor:
+    stored = source.manifest.tensors[fqn]
+    tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    if tensor.numel():
+        source.read_into(fqn, Box.whole(stored.shape), _as_memory(tensor.view(-1)))
+    return tensor.to(getattr(torch, dtype))
+
+
+def _check_made(targets: tuple[TensorEntry, ...], made: Mapping[str, torch.Tensor]) -> None:
+    """A transform must make exactly what the plan promised. Raises MismatchError otherwise."""
+    planned = {entry.fqn: (entry.shape, entry.dtype) for entry in targets}
+    found = {fqn: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for fqn, t in made.items()}
+    if planned != found:
+        wrong = {fqn for fqn in {**planned, **found} if planned.get(fqn) != found.get(fqn)}
+        raise MismatchError(f"a transform did not make what was planned: {name_some(wrong)}")
+
+
+def _as_tensor(data: memoryview, dtype: str) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=getattr(torch, dtype))
+
+
+def _as_memory(flat: torch.Tensor) -> memoryview:
+    """The bytes of a 1-d contiguous CPU tensor, without a copy."""
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data)

@@ -1,0 +1,108 @@
+"""From what the user typed to a local folder: a path as it is, a Hub id through huggingface_hub's cache."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptool.errors import AccessError, NotFoundError, StorageError, UsageError
+from ckptool.formats.hf_folder import INDEX_NAME, SINGLE_NAME, is_weight_file, read_index
+
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True)
+class Located:
+    """A local model folder or weight file, the name it suggests for a checkpoint, and where it came from."""
+
+    path: Path
+    default_name: str
+    origin: dict[str, Any] = field(default_factory=dict)
+
+
+def locate(src: str, revision: str | None, with_legacy_weights: bool = False) -> Located:
+    """Find `src` on this machine, downloading it into the Hub cache when it is a repository id.
+
+    Only what an import reads is downloaded: the index's safetensors files and the files that hold no weights
+    (`with_legacy_weights` adds `pytorch_model*.bin`). Raises NotFoundError, AccessError or StorageError, one line each.
+    """
+    path = Path(src).expanduser()
+    if path.exists():
+        if revision:
+            raise UsageError(f"--revision is for Hub repositories, and {src} is a local path")
+        resolved = path.resolve()
+        return Located(resolved, resolved.name if resolved.is_dir() else resolved.stem, {"path": resolved.name})
+    if not _REPO_ID.fullmatch(src):
+        raise NotFoundError(f"no such file or folder: {src}")
+    return _download(src, revision, with_legacy_weights)
+
+
+def _download(repo: str, revision: str | None, with_legacy_weights: bool) -> Located:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    with _hub_errors(repo, revision):
+        if constants.HF_HUB_OFFLINE:
+            folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
+            return Located(folder, repo.rpartition("/")[2], {"repo": repo, "commit": folder.name})
+        info = huggingface_hub.HfApi().model_info(repo, revision=revision)
+        present = [sibling.rfilename for sibling in info.siblings or []]
+        wanted = [name for name in present if not is_weight_file(name) and not name.startswith(".")]
+        if INDEX_NAME in present:
+            index = Path(huggingface_hub.hf_hub_download(repo, INDEX_NAME, revision=info.sha))
+            wanted += [INDEX_NAME, *sorted(set(read_index(index).values()))]
+        elif SINGLE_NAME in present:
+            wanted.append(SINGLE_NAME)
+        else:
+            wanted += [name for name in present if "/" not in name and name.endswith(".safetensors")]
+        if with_legacy_weights:
+            wanted += [n for n in present if n.startswith("pytorch_model") and n.endswith((".bin", ".bin.index.json"))]
+        folder = Path(huggingface_hub.snapshot_download(repo, revision=info.sha, allow_patterns=wanted))
+    return Located(folder, repo.rpartition("/")[2], {"repo": repo, "commit": info.sha})
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    """huggingface_hub's many errors as ours. The library's messages carry URLs and request ids; these don't."""
+    from huggingface_hub import errors
+
+    at = f" at revision {revision}" if revision else ""
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise AccessError(
+            f"{repo} is gated: its owner grants access on request",
+            hint=f"ask for access at https://huggingface.co/{repo}, then `hf auth login`",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise NotFoundError(f"{repo} has no revision {revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise NotFoundError(
+            f"{repo} is neither a local path nor a Hub repository that you can see",
+            hint="check the spelling; for a private repository `hf auth login` first",
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise NotFoundError(
+            f"{repo}{at} is not in the local Hub cache, and the Hub can't be reached",
+            hint="go online once (unset HF_HUB_OFFLINE), or give a local folder",
+        ) from error
+    except errors.HFValidationError as error:
+        raise NotFoundError(f"{repo} is neither a local path nor a valid Hub repository id") from error
+    except errors.HfHubHTTPError as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        raise StorageError(f"the Hub answered {status or 'with an error'} for {repo}{at}", hint="try again") from error
+    except (ConnectionError, TimeoutError) as error:
+        raise _unreachable(repo) from error
+    except Exception as error:
+        # The HTTP library under huggingface_hub differs between versions; its connection errors share these names.
+        if type(error).__name__ in ("ConnectError", "ConnectTimeout", "ReadTimeout", "ConnectionError", "ProxyError"):
+            raise _unreachable(repo) from error
+        raise
+
+
+def _unreachable(repo: str) -> StorageError:
+    return StorageError(f"can't reach the Hub to fetch {repo}", hint="check the network, or give a local folder")

@@ -1,0 +1,102 @@
+"""A transformers model on the meta device: its names, shapes, ties and dtype rules, without a byte of weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ckptool.errors import DamagedError, UnsupportedError
+from ckptool.storage.files import read_json
+
+#: Keys under which a config can say that its weights are quantised.
+_QUANTIZATION_KEY = "quantization_config"
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """The folder's config.json, or None when there is none. Raises UnsupportedError for quantised weights."""
+    path = folder / "config.json"
+    if not path.exists():
+        return None
+    config = read_json(path, max_bytes=16 << 20)
+    if not isinstance(config, dict):
+        raise DamagedError(f"{path} is not a JSON object")
+    quantization = config.get(_QUANTIZATION_KEY)
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise UnsupportedError(
+            f"{folder}: weights quantised with {method!r} can't be trained from as they are",
+            hint="use the model's unquantised checkpoint",
+        )
+    return config
+
+
+def is_custom_code(config: dict[str, Any]) -> bool:
+    """True when only the repository's own code knows the model; such code is never run."""
+    return "auto_map" in config and config.get("model_type") not in transformers.CONFIG_MAPPING
+
+
+def build_meta_model(folder: Path, dtype: str | None = None) -> transformers.PreTrainedModel:
+    """The model of `folder`'s config on the meta device, in `dtype` where a cast is wanted.
+
+    Raises UnsupportedError when this transformers doesn't know the architecture.
+    """
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise UnsupportedError(
+            f"{folder}: transformers {transformers.__version__} can't read its config: {_first_line(error)}",
+            hint="pip install -U transformers",
+        ) from error
+    model_class = _model_class(folder, config)
+    # Attention kernels are irrelevant here, and some can't be had on every machine.
+    config._attn_implementation = "eager"
+    torch_dtype = getattr(torch, dtype) if dtype else torch.float32
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config, dtype=torch_dtype)
+    except (ValueError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError) as error:
+        raise UnsupportedError(f"{folder}: can't build {model_class.__name__}: {_first_line(error)}") from error
+    return model
+
+
+class DtypeRule:
+    """Which dtype `from_pretrained(dtype=dtype)` gives each tensor of a model built by `build_meta_model(_, dtype)`:
+    float32 where the model demands it, `dtype` elsewhere. With dtype None every tensor keeps its own."""
+
+    def __init__(self, model: transformers.PreTrainedModel, dtype: str | None) -> None:
+        pinned: set[str] = set()
+        if dtype in ("float16", "bfloat16"):
+            pinned |= set(model._keep_in_fp32_modules_strict or ())
+        if dtype == "float16":
+            pinned |= set(model._keep_in_fp32_modules or ())
+        self._pinned = [re.compile(pattern.replace("*", ".*")) for pattern in sorted(pinned)]
+        self._built = {n: str(t.dtype).removeprefix("torch.") for n, t in model.state_dict().items()} if dtype else {}
+
+    def of(self, name: str) -> str | None:
+        """The dtype to cast the live tensor `name` to; None to keep what is stored."""
+        if name in self._built and any(pattern.search(name) for pattern in self._pinned):
+            return "float32"
+        return self._built.get(name)
+
+
+def _model_class(folder: Path, config: Any) -> Any:
+    for architecture in config.architectures or []:
+        model_class = getattr(transformers, architecture, None)
+        if model_class is not None:
+            return model_class
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise UnsupportedError(
+        f"{folder}: transformers {transformers.__version__} has no model for {config.model_type!r} "
+        f"(architectures {config.architectures})",
+        hint="pip install -U transformers",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,199 @@
+"""DCP -> Hugging Face safetensors, or the single .pt file, streamed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ckptool import engine as copy_engine
+from ckptool.core.checkpoint import Manifest
+from ckptool.core.cuts import stream_tensor
+from ckptool.core.interfaces import Progress
+from ckptool.core.plan import Plan, Result
+from ckptool.core.provenance import Provenance
+from ckptool.core.tensors import TensorEntry
+from ckptool.errors import NotFoundError, UsageError
+from ckptool.formats.dcp_source import DcpSource
+from ckptool.formats.hf_config import main_dtype, match_config
+from ckptool.formats.hf_folder import HfSink, assign_shards, copy_side_files, side_files
+from ckptool.naming.groups import NamePlan, keep_names
+from ckptool.ops.targets import check_disk, checked_dtype
+from ckptool.planner import plan_conversion
+from ckptool.runs import resolve
+from ckptool.storage.staging import refuse_existing, staged_directory, staged_file
+
+MODEL_PREFIX = "model."
+ENGINES = ("stream", "torch")
+PIECE_BYTES = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class HfExport:
+    """What an export to Hugging Face works from: the checkpoint, its side files and the wanted dtype."""
+
+    path: Path
+    target: Path
+    manifest: Manifest
+    live: Mapping[str, TensorEntry]
+    cast: str | None
+    max_shard_bytes: int
+    notes: tuple[str, ...]
+
+    @property
+    def hf_folder(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def provenance(self) -> Provenance | None:
+        return self.manifest.provenance
+
+
+def export(
+    name: str,
+    *,
+    to: str = "hf",
+    out: Path | None = None,
+    dtype: str = "keep",
+    max_shard_bytes: int = 5_000_000_000,
+    engine: str = "stream",
+    root: Path | None = None,
+    dry_run: bool = False,
+    progress: Callable[[Plan], Progress] | None = None,
+) -> Result:
+    """Write the model of checkpoint `name` as a Hugging Face folder (`to="hf"`), or all of it as a .pt file ("torch").
+
+    The default `out` is beside the checkpoint: `NAME-hf` or `NAME.pt`. `engine` "stream" copies in constant memory,
+    "torch" takes `dcp_to_torch_save` and holds everything. Raises a CkptoolError; `out` then does not exist.
+    """
+    start = time.monotonic()
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine}: choose one of {', '.join(ENGINES)}")
+    if max_shard_bytes < 1:
+        raise UsageError("--max-shard-size must be at least one byte")
+    cast = checked_dtype(dtype)
+    path = resolve(name, root)
+    if to == "torch":
+        if cast:
+            raise UsageError("--dtype goes with --to hf: the .pt file holds what the checkpoint holds")
+        target = (out or path.parent / f"{path.name}.pt").absolute()
+        plan = _to_torch(path, target, engine, dry_run, progress)
+        return Result("export", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
+    if to != "hf":
+        raise UsageError(f"--to {to}: choose hf or torch")
+    target = (out or path.parent / f"{path.name}-hf").absolute()
+    refuse_existing(target)
+    with contextlib.closing(DcpSource(path)) as source:
+        job = _hf_job(path, target, source.manifest, cast, max_shard_bytes)
+        plan, shards = _plan_hf(job)
+        check_disk(target, plan)
+        notes = [*job.notes, *plan.notes]
+        if not dry_run:
+            with staged_directory(target) as staging:
+                report = progress(plan) if progress else None
+                if engine == "torch":
+                    from ckptool.ops.export_reference import export_through_torch
+
+                    export_through_torch(job, staging, report)
+                else:
+                    copy_engine.run(plan, source, HfSink(staging, shards), report)
+                notes += _finish_folder(job, staging, plan)
+    return Result("export", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes))
+
+
+def _hf_job(path: Path, target: Path, manifest: Manifest, cast: str | None, max_shard_bytes: int) -> HfExport:
+    live = {f.removeprefix(MODEL_PREFIX): e for f, e in manifest.tensors.items() if f.startswith(MODEL_PREFIX)}
+    if not live:
+        raise NotFoundError(
+            f"{path} has no `model.*` tensors to export",
+            hint=f"ckptool inspect {path} shows what it holds; --to torch exports all of it",
+        )
+    chosen = _choose_tied(live, manifest)
+    return HfExport(path, target, manifest, chosen, cast, max_shard_bytes, ())
+
+
+def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[str, TensorEntry]:
+    """One name per tie, unless the source stored more: then the same ones as there."""
+    provenance = manifest.provenance
+    ties = {a.removeprefix(MODEL_PREFIX): c.removeprefix(MODEL_PREFIX) for a, c in manifest.ties.items()}
+    stored = set(provenance.stored_tied_names) if provenance else set()
+    chosen = {fqn: dataclasses.replace(entry, fqn=fqn) for fqn, entry in live.items()}
+    for canonical in set(ties.values()):
+        names = {canonical, *(alias for alias, target in ties.items() if target == canonical)}
+        keep = names & stored or {canonical}
+        for fqn in names - keep:
+            chosen.pop(fqn, None)
+    return chosen
+
+
+def _plan_hf(job: HfExport) -> tuple[Plan, dict[str, list[TensorEntry]]]:
+    side = side_files(job.hf_folder) if job.hf_folder.is_dir() else []
+    plan = plan_conversion(
+        "export",
+        job.manifest,
+        _name_tensors(job),
+        str(job.target),
+        cut=stream_tensor,
+        piece_bytes=PIECE_BYTES,
+        source_prefix=MODEL_PREFIX,
+        extra_disk_bytes=sum((job.hf_folder / file).stat().st_size for file in side),
+    )
+    entries = [entry for item in plan.items for entry in item.targets]
+    return plan, assign_shards(entries, job.max_shard_bytes)
+
+
+def _name_tensors(job: HfExport) -> NamePlan:
+    from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
+
+    shapes = {fqn: entry.shape for fqn, entry in job.live.items()}
+    config = read_config(job.hf_folder)
+    if config is None:
+        return keep_names(shapes, job.cast, "no hf/config.json in the checkpoint: tensors keep their names, no config")
+    if is_custom_code(config):
+        return keep_names(shapes, job.cast, "the model is the repository's own code: tensors keep their names")
+    from ckptool.naming.transformers_names import plan_export
+
+    return plan_export(build_meta_model(job.hf_folder, job.cast), job.live, job.provenance, job.cast)
+
+
+def _finish_folder(job: HfExport, staging: Path, plan: Plan) -> list[str]:
+    """Side files beside the tensors, and a config that agrees with them."""
+    if not job.hf_folder.is_dir():
+        return []
+    copy_side_files(job.hf_folder, staging, side_files(job.hf_folder))
+    written = [entry for item in plan.items for entry in item.targets]
+    provenance = job.provenance
+    source_dtype = provenance.source.get("dtype") if provenance else None
+    return match_config(staging, main_dtype(written), source_dtype, bool(provenance and provenance.untied))
+
+
+def _to_torch(
+    path: Path, target: Path, engine: str, dry_run: bool, progress: Callable[[Plan], Progress] | None
+) -> Plan:
+    from ckptool.formats.torch_file import TorchFileSink
+
+    refuse_existing(target)
+    with contextlib.closing(DcpSource(path)) as source:
+        shapes = {fqn: entry.shape for fqn, entry in source.manifest.tensors.items()}
+        names = keep_names(shapes, None, "")
+        names = dataclasses.replace(names, notes=())
+        plan = plan_conversion(
+            "export", source.manifest, names, str(target), cut=stream_tensor, piece_bytes=PIECE_BYTES
+        )
+        check_disk(target, plan)
+        if dry_run:
+            return plan
+        with staged_file(target) as staging:
+            if engine == "torch":
+                from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+                # Its raw unpickling of .metadata is safe here: DcpSource has read the same file by the allow-list.
+                dcp_to_torch_save(path, staging)
+            else:
+                sink = TorchFileSink(staging, source.manifest)
+                for fqn in source.manifest.objects:
+                    sink.write_object(fqn, source.read_object(fqn))
+                copy_engine.run(plan, source, sink, progress(plan) if progress else None)
+    return plan

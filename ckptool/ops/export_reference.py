@@ -1,0 +1,64 @@
+"""The reference road of export: torch's own conversion, transformers' own renaming, whole model in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ckptool.core.interfaces import Progress
+from ckptool.ops.export import HfExport
+from ckptool.planner import cast_dtype
+
+
+def export_through_torch(job: HfExport, staging: Path, report: Progress | None) -> None:
+    """`dcp_to_torch_save`, then `revert_weight_conversion` over the whole state dict, then the safetensors library."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.TemporaryDirectory(dir=staging.parent, prefix=f"{staging.name}-") as scratch:
+        single = Path(scratch, "all.pt")
+        # Its raw unpickling of .metadata is safe here: the allow-list has already read the same file.
+        dcp_to_torch_save(job.path, single)
+        everything = torch.load(single, mmap=True, weights_only=True)
+        state = {name: everything["model"][name] for name in job.live}
+        _save_shards(_to_hub_names(job, state), staging, job.max_shard_bytes)
+    if report:
+        report(sum(entry.num_bytes for entry in job.live.values()))
+
+
+def _to_hub_names(job: HfExport, state: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from ckptool.naming.meta_model import DtypeRule, build_meta_model, is_custom_code, read_config
+    from ckptool.naming.transformers_names import recorded_transforms
+
+    def cast(name: str, wanted: str | None) -> Any:
+        stored = str(state[name].dtype).removeprefix("torch.")
+        return state[name].to(getattr(torch, cast_dtype(stored, wanted)))
+
+    config = read_config(job.hf_folder)
+    if config is None or is_custom_code(config):
+        return {name: cast(name, job.cast) for name in state}
+    model: Any = build_meta_model(job.hf_folder, job.cast)
+    rule = DtypeRule(model, job.cast)
+    model._weight_conversions = recorded_transforms(model, job.provenance) or None
+    return revert_weight_conversion(model, {name: cast(name, rule.of(name)) for name in state})
+
+
+def _save_shards(tensors: dict[str, Any], folder: Path, max_shard_bytes: int) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+
+    from ckptool.formats.hf_folder import INDEX_NAME
+    from ckptool.storage.files import write_json
+
+    split = split_torch_state_dict_into_shards(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, max_shard_size=max_shard_bytes
+    )
+    for file, names in split.filename_to_tensors.items():
+        # Clones, because the library refuses tensors that share memory, as a tie stored under two names does.
+        save_file({name: tensors[name].clone().contiguous() for name in names}, folder / file, {"format": "pt"})
+    if split.is_sharded:
+        write_json(folder / INDEX_NAME, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
