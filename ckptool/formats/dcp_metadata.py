@@ -1,4 +1,4 @@
-"""`.metadata` of a torch distributed checkpoint (DCP) -> Manifest, without torch, running nothing of what it pickles."""
+"""`.metadata` of a torch distributed checkpoint (DCP) -> Manifest: no torch, and nothing that it pickles is run."""
 
 from __future__ import annotations
 

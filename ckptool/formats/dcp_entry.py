@@ -1,0 +1,238 @@
+"""One stored chunk of a DCP checkpoint: a `torch.save` archive of a tensor, and where its payload lies in the file.
+
+The archive is a zip of uncompressed members: `*/data.pkl` describes the tensor, `*/data/0` is its storage.
+Only the zip's directory, its headers and `data.pkl` are read here, a few KB per entry; never the payload.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zipfile
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckptool.core.dtypes import ITEMSIZE_BYTES
+from ckptool.core.tensors import Locator
+from ckptool.errors import DamagedError, UnsupportedError
+from ckptool.formats.dcp_stubs import Ignored
+from ckptool.storage import safe_pickle
+from ckptool.storage.files import RangeReader
+from ckptool.storage.safe_pickle import FrozenType
+
+_MAX_READ_BYTES = 1 << 20
+_TAIL_BYTES = 2048
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor at rest. `payload_offset` is where its storage begins in the file, `payload_bytes` how long that is;
+    the tensor starts `storage_offset` elements into it and `stride` counts elements. `crc32` covers the storage."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    payload_offset: int
+    payload_bytes: int
+    crc32: int
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True when the elements lie in C order without gaps (dims of size 1 may have any stride)."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1:
+                if stride != expected:
+                    return math.prod(self.shape) == 0
+                expected *= size
+        return True
+
+
+def read_entry(reader: RangeReader, locator: Locator) -> StoredTensor:
+    """Find the tensor stored at `locator`.
+
+    Raises DamagedError when the bytes there are not such an archive or contradict themselves, UnsafeError when its
+    pickle wants more than to describe a tensor, UnsupportedError for tensors that this project can't carry faithfully.
+    """
+    name = f"{reader.path_of(locator.file)} at byte {locator.offset}"
+    window = _Window(reader, locator)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            return _read_archive(archive, window, locator, name)
+    except (zipfile.BadZipFile, struct.error, ValueError, EOFError, RuntimeError, OverflowError) as error:
+        raise DamagedError(f"{name}: not a whole torch.save archive ({error})") from error
+
+
+class _Pickled(NamedTuple):
+    """What data.pkl says. `storage` is (dtype name, or "" for untyped; member key; number of elements)."""
+
+    storage: Any
+    storage_offset: Any
+    size: Any
+    stride: Any
+    dtype: Any
+    view_bits: Any
+
+
+class _RebuildTyped(metaclass=FrozenType):
+    """torch._utils._rebuild_tensor_v2 (and the older _rebuild_tensor): the storage has the dtype."""
+
+    def __new__(
+        cls, storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, hooks: Any = None, bits: Any = None
+    ) -> Any:
+        return _Pickled(storage, offset, size, stride, storage[0], bits)
+
+
+class _RebuildUntyped(metaclass=FrozenType):
+    """torch._utils._rebuild_tensor_v3: an untyped storage, the dtype given beside it."""
+
+    def __new__(
+        cls, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
+    ) -> Any:
+        return _Pickled(storage, offset, size, stride, dtype, bits)
+
+
+_STORAGE_DTYPES = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+
+_GLOBALS: safe_pickle.Globals = {
+    ("torch._utils", "_rebuild_tensor"): _RebuildTyped,
+    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTyped,
+    ("torch._utils", "_rebuild_tensor_v3"): _RebuildUntyped,
+    **{("torch", storage): dtype for storage, dtype in _STORAGE_DTYPES.items()},
+    **{("torch", dtype): dtype for dtype in ITEMSIZE_BYTES},
+    ("torch.storage", "UntypedStorage"): "",
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): Ignored,
+}
+
+
+def _persistent_load(pid: Any) -> tuple[str, str, int]:
+    kind, dtype, key, _, num_elements = pid
+    if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str) or type(num_elements) is not int:
+        raise ValueError("not a reference to a storage")
+    return dtype, key, num_elements
+
+
+def _read_archive(archive: zipfile.ZipFile, window: _Window, locator: Locator, name: str) -> StoredTensor:
+    members = {info.filename: info for info in archive.infolist()}
+    if len(members) != len(archive.infolist()):
+        raise DamagedError(f"{name}: the archive has two members of one name")
+    pickles = [member for member in members if member.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise DamagedError(f"{name}: the archive has {len(pickles)} data.pkl members, not one")
+    prefix = pickles[0].removesuffix("data.pkl")
+    if f"{prefix}byteorder" in members and archive.read(f"{prefix}byteorder").strip() != b"little":
+        raise UnsupportedError(f"{name}: stored on a big-endian machine")
+    pickled = safe_pickle.load(archive.read(pickles[0]), _GLOBALS, name, _persistent_load)
+    _check_pickled(pickled, name)
+    member = members.get(f"{prefix}data/{pickled.storage[1]}")
+    if member is None:
+        raise DamagedError(f"{name}: the archive lacks its tensor's storage")
+    start = _payload_start(window, member)
+    if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or member.file_size != member.compress_size:
+        raise DamagedError(f"{name}: the storage is compressed or encrypted")
+    # The zip's directory comes after all members, so a payload that reaches into it is a lie.
+    if start + member.file_size > archive.start_dir:
+        raise DamagedError(f"{name}: the storage reaches beyond its archive")
+    stored = StoredTensor(
+        dtype=pickled.dtype,
+        shape=tuple(pickled.size),
+        stride=tuple(pickled.stride),
+        storage_offset=pickled.storage_offset,
+        payload_offset=locator.offset + start,
+        payload_bytes=member.file_size,
+        crc32=member.CRC,
+    )
+    _check_extent(stored, pickled, name)
+    return stored
+
+
+def _check_pickled(pickled: Any, name: str) -> None:
+    if not isinstance(pickled, _Pickled) or not isinstance(pickled.storage, tuple):
+        raise DamagedError(f"{name}: the archive holds something other than one tensor")
+    dims, strides = pickled.size, pickled.stride
+    numbers = [pickled.storage_offset, *dims, *strides]
+    if len(dims) != len(strides) or any(type(number) is not int or number < 0 for number in numbers):
+        raise DamagedError(f"{name}: the archive describes an impossible tensor")
+    if pickled.dtype not in ITEMSIZE_BYTES:
+        raise DamagedError(f"{name}: the archive describes a tensor without a dtype")
+    if pickled.view_bits:
+        raise UnsupportedError(f"{name}: the tensor is stored as a conjugate or negative view")
+
+
+def _check_extent(stored: StoredTensor, pickled: _Pickled, name: str) -> None:
+    """The storage must have the size that data.pkl claims, and the tensor must lie inside it."""
+    itemsize = ITEMSIZE_BYTES[stored.dtype]
+    storage_dtype, _, num_elements = pickled.storage
+    claimed = num_elements * (ITEMSIZE_BYTES[storage_dtype] if storage_dtype else 1)
+    if claimed != stored.payload_bytes:
+        raise DamagedError(f"{name}: the storage has {stored.payload_bytes} bytes, its description says {claimed}")
+    if 0 not in stored.shape:
+        last = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.stride, strict=True))
+        if (stored.storage_offset + last + 1) * itemsize > stored.payload_bytes:
+            raise DamagedError(f"{name}: the tensor is larger than its storage")
+
+
+def _payload_start(window: _Window, member: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin in the archive: after its local header, whose padding the directory doesn't know."""
+    window.seek(member.header_offset)
+    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
+    if signature != b"PK\x03\x04" or window.read(name_bytes) != member.filename.encode():
+        raise zipfile.BadZipFile("its directory and its headers disagree")
+    return member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+
+
+class _Window(io.RawIOBase):
+    """The bytes of one locator as a read-only file that fetches its tail once and refuses to be read in bulk."""
+
+    def __init__(self, reader: RangeReader, locator: Locator) -> None:
+        self._reader = reader
+        self._locator = locator
+        self._position = 0
+        self._tail_start = max(0, locator.length - _TAIL_BYTES)
+        self._tail = self._fetch(self._tail_start, locator.length)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._locator.length}[whence]
+        if base + offset < 0:
+            raise ValueError("it is cut short")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        end = self._locator.length if size < 0 else min(self._position + size, self._locator.length)
+        start = min(self._position, end)
+        if end - start > _MAX_READ_BYTES:
+            raise ValueError(f"{end - start} bytes of description for one tensor")
+        self._position = end
+        if start >= self._tail_start:
+            return self._tail[start - self._tail_start : end - self._tail_start]
+        return self._fetch(start, end)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        return self._reader.read(self._locator.file, self._locator.offset + start, end - start)

@@ -1,0 +1,174 @@
+"""Reading a DCP checkpoint in pieces: any box of any tensor, assembled from the chunks that hold it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptool.core.box import Box
+from ckptool.core.checkpoint import Manifest
+from ckptool.core.tensors import Chunk, Locator, TensorEntry
+from ckptool.errors import DamagedError, UnsafeError
+from ckptool.formats.dcp_entry import StoredTensor, read_entry
+from ckptool.formats.dcp_metadata import read_manifest
+from ckptool.storage.files import RangeReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MAX_ENTRIES = 4096
+_PIECE_BYTES = 16 << 20
+
+
+class DcpSource:
+    """A checkpoint folder as a Source. Reads only the bytes asked for, and whole rows where a box takes part of them."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.manifest: Manifest = read_manifest(path)
+        self._reader = RangeReader(Path(path))
+        self._entries: OrderedDict[Locator, StoredTensor] = OrderedDict()
+        self._strided: tuple[Locator, bytearray] | None = None
+        self._checksums: dict[Locator, tuple[int, int]] = {}
+
+    def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
+        """Fill `out` (`box.num_elements * itemsize` bytes) with the box's elements in C order.
+
+        Raises DamagedError when the stored bytes are short, differ from the metadata in dtype or shape, or, once a
+        chunk has been read from its first byte to its last, don't have the checksum recorded when they were written.
+        """
+        entry = self.manifest.tensors[fqn]
+        for chunk in entry.chunks:
+            common = chunk.box.intersect(box)
+            if common is not None:
+                self._read_part(entry, chunk, common, box, out.cast("B"))
+
+    def read_object(self, fqn: str) -> bytes:
+        """The stored `torch.save` blob of an object entry."""
+        locator = self.manifest.objects[fqn].locator
+        if locator is None:
+            raise DamagedError(f"{self.manifest.location}: {fqn} is not stored")
+        return self._reader.read(locator.file, locator.offset, locator.length)
+
+    def load_object(self, fqn: str) -> Any:
+        """The value of an object entry. Raises UnsafeError when it is more than plain data."""
+        return load_blob(self.read_object(fqn), f"{self.manifest.location}: {fqn}")
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _read_part(self, entry: TensorEntry, chunk: Chunk, common: Box, box: Box, out: memoryview) -> None:
+        """Copy `common`, the part of `box` that lies in `chunk`, to its place in `out`, which holds all of `box`."""
+        locator, stored = self._stored(entry, chunk)
+        itemsize = entry.itemsize_bytes
+        source, target = common.local_to(chunk.box), common.local_to(box)
+        if not stored.is_contiguous:
+            stored_view = self._strided_view(locator, stored, itemsize)
+            _element_view(out, box.sizes, itemsize)[_slices(target)].copy_(stored_view[_slices(source)])
+        elif source.is_contiguous_in(chunk.box.sizes) and target.is_contiguous_in(box.sizes):
+            start = target.flat_start(box.sizes) * itemsize
+            part = out[start : start + common.num_elements * itemsize]
+            self._read_run(locator, stored, source.flat_start(chunk.box.sizes) * itemsize, part, itemsize)
+        else:
+            self._read_rows(locator, stored, source, target, _element_view(out, box.sizes, itemsize))
+
+    def _read_rows(self, locator: Locator, stored: StoredTensor, source: Box, target: Box, out: Tensor) -> None:
+        """Read the rows of the chunk that `source` touches, a piece at a time, and copy their part of it to `target`."""
+        itemsize = out.shape[-1]
+        row_elements = Box.whole(stored.shape[1:]).num_elements
+        rows_at_once = max(1, _PIECE_BYTES // (row_elements * itemsize))
+        columns = _slices(source)[1:]
+        for piece, place in zip(source.split_rows(rows_at_once), target.split_rows(rows_at_once), strict=True):
+            num_rows = piece.sizes[0]
+            buffer = memoryview(bytearray(num_rows * row_elements * itemsize))
+            self._read_run(locator, stored, piece.offsets[0] * row_elements * itemsize, buffer, itemsize)
+            rows = _element_view(buffer, (num_rows, *stored.shape[1:]), itemsize)
+            out[_slices(place)].copy_(rows[(slice(None), *columns)])
+
+    def _read_run(self, locator: Locator, stored: StoredTensor, start: int, out: memoryview, itemsize: int) -> None:
+        """Read contiguous bytes of the tensor, from its byte `start` on."""
+        start += stored.storage_offset * itemsize
+        self._reader.read_into(locator.file, stored.payload_offset + start, out)
+        self._checksum(locator, stored, start, out)
+
+    def _strided_view(self, locator: Locator, stored: StoredTensor, itemsize: int) -> Tensor:
+        """A chunk stored transposed, viewed in its logical order; the last one read is kept for the next box."""
+        import torch
+
+        if self._strided is None or self._strided[0] != locator:
+            payload = bytearray(stored.payload_bytes)
+            self._reader.read_into(locator.file, stored.payload_offset, memoryview(payload))
+            self._checksum(locator, stored, 0, memoryview(payload))
+            self._strided = (locator, payload)
+        return torch.frombuffer(self._strided[1], dtype=torch.uint8).as_strided(
+            (*stored.shape, itemsize),
+            (*(stride * itemsize for stride in stored.stride), 1),
+            stored.storage_offset * itemsize,
+        )
+
+    def _stored(self, entry: TensorEntry, chunk: Chunk) -> tuple[Locator, StoredTensor]:
+        locator = chunk.locator
+        if locator is None:
+            raise DamagedError(f"{self.manifest.location}: a chunk of {entry.fqn} is not stored")
+        stored = self._entries.pop(locator, None) or read_entry(self._reader, locator)
+        self._entries[locator] = stored
+        if len(self._entries) > _MAX_ENTRIES:
+            self._entries.popitem(last=False)
+        if (stored.dtype, stored.shape) != (entry.dtype, chunk.box.sizes):
+            raise DamagedError(
+                f"{self._reader.path_of(locator.file)}: the chunk of {entry.fqn} at byte {locator.offset} is "
+                f"{stored.dtype} {list(stored.shape)}, the metadata says {entry.dtype} {list(chunk.box.sizes)}"
+            )
+        return locator, stored
+
+    def _checksum(self, locator: Locator, stored: StoredTensor, start: int, data: memoryview) -> None:
+        """Carry a chunk's checksum over reads that follow one another, and compare it after the last of them.
+
+        A writer with `torch.serialization.set_crc32_options(False)` records 0, which says nothing.
+        """
+        expected_start, crc32 = self._checksums.pop(locator, (0, 0))
+        if start == 0:
+            expected_start, crc32 = 0, 0
+        if start != expected_start or stored.crc32 == 0:
+            return
+        crc32 = zlib.crc32(data, crc32)
+        end = start + len(data)
+        if end < stored.payload_bytes:
+            self._checksums[locator] = (end, crc32)
+        elif crc32 != stored.crc32:
+            raise DamagedError(
+                f"{self._reader.path_of(locator.file)}: the {stored.payload_bytes} bytes at {stored.payload_offset} "
+                "have changed since they were written (checksum mismatch)",
+                hint="restore the file from another copy, or use another checkpoint",
+            )
+
+
+def load_blob(blob: bytes, name: str) -> Any:
+    """Load a `torch.save` blob of plain data. Raises UnsafeError when it wants to run code, DamagedError when broken."""
+    import torch
+
+    try:
+        return torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        cause = str(error).partition("Please file an issue")[0]
+        raise UnsafeError(f"{name} is more than plain data; nothing was run ({_one_line(cause)})") from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise DamagedError(f"{name} is damaged: {_one_line(str(error))}") from error
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, end) for start, end in zip(box.offsets, box.ends, strict=True))
+
+
+def _element_view(buffer: memoryview, shape: tuple[int, ...], itemsize: int) -> Tensor:
+    """The buffer as a uint8 tensor of `shape + (itemsize,)`: elements are moved without knowing their dtype."""
+    import torch
+
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(*shape, itemsize)
