@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptool.core.order import unit_index as unit_index
     from ckptool.core.position import DataPosition as DataPosition
+    from ckptool.core.position import rank_units as rank_units
     from ckptool.core.provenance import Naming as Naming
     from ckptool.core.provenance import Provenance as Provenance
     from ckptool.distributed import load as load
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ckptool.errors import DamagedError as DamagedError
     from ckptool.errors import MismatchError as MismatchError
     from ckptool.errors import NotFoundError as NotFoundError
+    from ckptool.errors import TargetExistsError as TargetExistsError
+    from ckptool.errors import UnsupportedError as UnsupportedError
     from ckptool.errors import UsageError as UsageError
     from ckptool.formats.dcp_metadata import read_manifest
     from ckptool.ops.export import export as export
@@ -36,8 +39,11 @@ _HOMES = {
     "DamagedError": "ckptool.errors",
     "MismatchError": "ckptool.errors",
     "NotFoundError": "ckptool.errors",
+    "TargetExistsError": "ckptool.errors",
+    "UnsupportedError": "ckptool.errors",
     "UsageError": "ckptool.errors",
     "DataPosition": "ckptool.core.position",
+    "rank_units": "ckptool.core.position",
     "unit_index": "ckptool.core.order",
     "Naming": "ckptool.core.provenance",
     "Provenance": "ckptool.core.provenance",

@@ -1,0 +1,199 @@
+"""Where a run begins, and how its state goes to a checkpoint and comes back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import ckptool
+from ckptool import (
+    DamagedError,
+    DataPosition,
+    MismatchError,
+    NotFoundError,
+    Provenance,
+    TargetExistsError,
+    UsageError,
+)
+from trainer.config import TrainConfig
+from trainer.metrics import Log
+from trainer.model import model_state, named_parameters
+from trainer.optimizer import optimizer_state, restore_groups
+from trainer.parallel import MESH_AXIS, Ranks
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run resumes or begins from. `passed_over` gives newer ones and what is wrong with each."""
+
+    path: Path
+    is_resume: bool
+    provenance: Provenance
+    stored_dtypes: tuple[str, ...]
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def hf_folder(self) -> Path:
+        return self.path / "hf"
+
+    def describe(self) -> list[str]:
+        lines = [f"passed over {name}: {reason}" for name, reason in self.passed_over]
+        return [*lines, f"{'resuming' if self.is_resume else 'beginning'} from {self.path}"]
+
+
+@dataclass
+class TrainingState:
+    """All that a checkpoint holds. `step` counts finished optimizer steps."""
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    ties: dict[str, str]
+    position: DataPosition
+    step: int = 0
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The trained parameters by checkpoint name, a tied one once."""
+        return {name: p for name, p in named_parameters(self.model).items() if name not in self.ties}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is stored; its tensors share memory with the model and the optimizer."""
+        return {
+            "model": model_state(self.model, self.ties),
+            "optim": optimizer_state(self.optimizer, self.parameters()),
+            "step": torch.tensor(self.step, dtype=torch.int64),
+            "data": {
+                "cursor": torch.tensor(self.position.cursor(), dtype=torch.int64),
+                "record": self.position.to_json(),
+            },
+        }
+
+
+def find_origin(config: TrainConfig) -> Origin:
+    """Decide what the run goes on or begins from.
+
+    Raises NotFoundError when there is nothing, DamagedError when the root's checkpoints are all incomplete,
+    TargetExistsError when a checkpoint is in the way of one this run will write.
+    """
+    origin = _resumed(config) or _initial(config)
+    free_again = {name for name, _ in origin.passed_over}
+    taken = [f"step-{step}" for step in config.saves_from(origin.provenance.step if origin.is_resume else 0)]
+    taken = [name for name in taken if (config.root / name).exists() and name not in free_again]
+    if taken:
+        raise TargetExistsError(
+            f"{config.root / taken[0]} exists, and this run would save there",
+            hint="--resume auto goes on from the newest; or choose another --root",
+        )
+    return origin
+
+
+def _resumed(config: TrainConfig) -> Origin | None:
+    if config.resume == "never":
+        return None
+    if config.resume != "auto":
+        return _open(ckptool.resolve(config.resume, config.root), is_resume=True)
+    latest = ckptool.find_latest(config.root)
+    if latest is not None:
+        return _open(latest.path, is_resume=True, passed_over=tuple(latest.passed_over))
+    if any(config.root.glob("step-*")):
+        raise DamagedError(
+            f"{config.root} has checkpoints, but none is complete",
+            hint="ckptool ls says what is wrong; move them away, or choose another --root, to begin anew",
+        )
+    return None
+
+
+def _initial(config: TrainConfig) -> Origin:
+    if config.init_from is None:
+        raise NotFoundError(
+            f"nothing to resume under {config.root}, and no --init-from",
+            hint="ckptool import-hf MODEL, then --init-from with its name",
+        )
+    return _open(ckptool.resolve(config.init_from, config.root), is_resume=False)
+
+
+def _open(path: Path, is_resume: bool, passed_over: tuple[tuple[str, str], ...] = ()) -> Origin:
+    manifest = ckptool.open_checkpoint(path)
+    weights = [tensor for fqn, tensor in manifest.tensors.items() if fqn.startswith("model.")]
+    if not weights:
+        raise UsageError(f"{path} holds no model", hint="ckptool inspect shows what it holds")
+    if is_resume and "data.record" not in manifest.objects:
+        raise UsageError(f"{path} is no training checkpoint, so it can't be resumed", hint=f"--init-from {path.name}")
+    dtypes = tuple(sorted({t.dtype for t in weights if getattr(torch, t.dtype).is_floating_point}))
+    provenance = manifest.provenance or Provenance(tool_version=ckptool.__version__)
+    return Origin(path, is_resume, provenance, dtypes, passed_over)
+
+
+def load_weights(state: TrainingState, origin: Origin, log: Log) -> None:
+    """Fill the model from the checkpoint a run begins from, cast to the dtype that is trained."""
+    wanted = sorted({str(p.dtype).removeprefix("torch.") for p in state.parameters().values()})
+    if list(origin.stored_dtypes) != wanted:
+        log.say(f"weights stored as {', '.join(origin.stored_dtypes)} are trained as {', '.join(wanted)}")
+    weights = {"model": model_state(state.model, state.ties)}
+    ckptool.load(weights, origin.path, allow_cast=True, ignore=("optim", "step", "data"))
+
+
+def resume(state: TrainingState, origin: Origin, log: Log) -> None:
+    """Bring back everything: weights, optimizer, step and data position.
+
+    Raises MismatchError when the data, the model or a dtype is not the checkpoint's.
+    """
+    stored = state.state_dict()
+    ckptool.load(stored, origin.path)
+    state.position = state.position.at(DataPosition.from_json(stored["data"]["record"], f"{origin.path}: data.record"))
+    if state.position.cursor() != stored["data"]["cursor"].tolist():
+        raise DamagedError(f"{origin.path}: data.cursor and data.record disagree")
+    restore_groups(state.optimizer, state.parameters(), stored["optim"]["param_groups"], log.say)
+    state.step = int(stored["step"])
+
+
+def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks, log: Log) -> float:
+    """Publish `step-N` under the root; returns the seconds it took. All ranks take part."""
+    began = time.perf_counter()
+    target = config.root / f"step-{state.step}"
+    ranks.from_rank0(lambda: _clear_way(target, origin, log))
+    provenance = replace(
+        origin.provenance,
+        tool_version=ckptool.__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        step=state.step,
+        world_size=ranks.world_size,
+        mesh={MESH_AXIS: ranks.world_size},
+        libraries={"torch": torch.__version__, "transformers": transformers.__version__},
+    )
+    ties = {f"model.{alias}": f"model.{canonical}" for alias, canonical in state.ties.items()}
+    ckptool.save(
+        state.state_dict(),
+        target,
+        provenance=provenance,
+        ties=ties,
+        side_folder=origin.hf_folder,
+        position=state.position,
+    )
+    return time.perf_counter() - began
+
+
+def _clear_way(target: Path, origin: Origin, log: Log) -> None:
+    """Move aside a damaged checkpoint that was passed over and now has the name of a new one. Nothing is deleted."""
+    if target.name in {name for name, _ in origin.passed_over} and target.exists():
+        aside = target.with_name(f"{target.name}.damaged")
+        log.say(f"moving the damaged {target} aside, to {aside.name}")
+        target.rename(aside)
+
+
+def param_dtype(option: str, origin: Origin) -> torch.dtype:
+    """The dtype of the trained weights. Raises MismatchError for `keep` when the checkpoint mixes several."""
+    if option != "keep":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[option]
+    if len(origin.stored_dtypes) != 1:
+        raise MismatchError(
+            f"{origin.path} mixes {', '.join(origin.stored_dtypes)}, so --param-dtype keep has no one dtype",
+            hint="--param-dtype fp32",
+        )
+    return getattr(torch, origin.stored_dtypes[0])

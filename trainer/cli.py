@@ -1,0 +1,147 @@
+"""The command line of the trainer: options, one TOML file for their defaults, and errors as one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from ckptool import CkptoolError
+from trainer.config import TrainConfig, read_defaults
+
+INTERRUPTED = 130
+
+
+def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    if path is not None:
+        known = {str(p.name) for p in ctx.command.params if isinstance(p, click.Option)} - {"config"}
+        ctx.default_map = read_defaults(path, known)
+    return path
+
+
+def _option(name: str, help: str, **settings: Any) -> Any:
+    settings.setdefault("show_default", True)
+    return click.option(name, help=help, **settings)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=_use_config_file,
+    help="TOML file with defaults for the options below, under the same names.",
+)
+@_option("--init-from", "Checkpoint to begin from: a path, or a name under the root.", metavar="NAME")
+@_option(
+    "--data",
+    "Training text: a file, a folder (searched for .txt .md .py .jsonl .parquet) or a glob; JSONL and Parquet need a "
+    "`text` field. Several: --data A B, or --data A --data B.",
+    multiple=True,
+    metavar="PATH...",
+)
+@click.argument("more_data", nargs=-1, metavar="")
+@_option("--seq-len", "Tokens in a window.", type=click.IntRange(1), default=1024)
+@_option("--global-batch-size", "Windows in a step, over all ranks.", type=click.IntRange(1), default=8)
+@_option("--micro-batch-size", "Windows in one forward pass of one rank.", type=click.IntRange(1), default=1)
+@_option("--steps", "Optimizer steps in all, those before a resume included.", type=click.IntRange(1), required=True)
+@_option("--lr", "Peak learning rate.", type=click.FloatRange(0), default=2e-5)
+@_option("--warmup-steps", "Steps over which the learning rate rises.", type=click.IntRange(0), default=0)
+@_option(
+    "--schedule",
+    "The learning rate after the warmup: falls to 0 at --steps, or stays.",
+    type=click.Choice(["cosine", "linear", "constant"]),
+    default="cosine",
+)
+@_option("--weight-decay", "AdamW weight decay of tensors with two or more dims.", type=click.FloatRange(0), default=0.1)
+@_option("--grad-clip", "Largest gradient norm; 0 doesn't clip.", type=click.FloatRange(0), default=1.0)
+@_option("--save-every", "Steps between checkpoints; 0 saves at the end only.", type=click.IntRange(0), default=500)
+@_option(
+    "--root",
+    "Folder of checkpoints, metrics and the token cache.",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="CKPTOOL_ROOT",
+    show_envvar=True,
+    default=Path("ckpt"),
+)
+@_option(
+    "--resume",
+    "auto: the newest complete step-N under the root, else --init-from. never: begin at --init-from. "
+    "Or a checkpoint's name.",
+    metavar="auto|never|NAME",
+    default="auto",
+)
+@_option("--seed", "Order of the data, and dropout.", type=int, default=0)
+@_option("--device", "auto: cuda where there is one.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@_option(
+    "--activation-checkpointing",
+    "block: keep only each block's input and recompute the rest in the backward pass.",
+    type=click.Choice(["none", "block"]),
+    default="none",
+)
+@_option("--compile/--no-compile", "torch.compile each block.", default=False)
+@_option("--log-every", "Steps between progress lines (metrics.jsonl has every step).", type=click.IntRange(1), default=10)
+@_option(
+    "--param-dtype",
+    "Dtype of the trained weights and optimizer state; keep: as stored.",
+    type=click.Choice(["fp32", "bf16", "keep"]),
+    default="fp32",
+)
+@_option(
+    "--compute-dtype", "Dtype of the forward and backward pass.", type=click.Choice(["bf16", "fp32"]), default="bf16"
+)
+@_option("--log-samples/--no-log-samples", "Append every step's window numbers to samples.jsonl.", default=False)
+def command(data: tuple[str, ...], more_data: tuple[str, ...], **options: Any) -> None:
+    """Train a causal language model with FSDP2, from a checkpoint that `ckptool import-hf` made.
+
+    Saves step-N checkpoints under the root and goes on from the newest one, on any world size up to the global batch.
+    Run it alone, or on N ranks: torchrun --nproc-per-node N -m trainer ...
+    """
+    config = TrainConfig(data=data + more_data, **options)
+    _quiet_libraries()
+    from trainer.train import train
+
+    train(config)
+
+
+def main() -> NoReturn:
+    """Run the command; end the process with the error's exit code and one line that says what is wrong."""
+    try:
+        command.main(standalone_mode=False)
+        code = 0
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        code = INTERRUPTED
+    except CkptoolError as error:
+        code = _report(error)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a communicator whose peers are gone may wait for ever: after an error, don't wait for them.
+    os._exit(code) if code else sys.exit(0)
+
+
+def _report(error: CkptoolError) -> int:
+    if os.environ.get("CKPTOOL_DEBUG", "") not in ("", "0"):
+        traceback.print_exception(error)
+    rank = os.environ.get("RANK")
+    click.echo(f"{f'rank {rank}: ' if rank else ''}error: {error}", err=True)
+    if error.hint:
+        click.echo(f"hint: {error.hint}", err=True)
+    return error.exit_code
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

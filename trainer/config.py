@@ -1,0 +1,76 @@
+"""TrainConfig: everything a run is told, checked once."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptool import NotFoundError, UsageError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The options of `python -m trainer`, by the same names; `cli.py` has their defaults and their meaning."""
+
+    init_from: str | None
+    data: tuple[str, ...]
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    steps: int
+    lr: float
+    warmup_steps: int
+    schedule: str
+    weight_decay: float
+    grad_clip: float
+    save_every: int
+    root: Path
+    resume: str
+    seed: int
+    device: str
+    activation_checkpointing: str
+    compile: bool
+    log_every: int
+    param_dtype: str
+    compute_dtype: str
+    log_samples: bool
+
+    def check(self, world_size: int) -> None:
+        """Raises UsageError for values that can't mean a run on `world_size` ranks."""
+        if not self.data:
+            raise UsageError("no training data", hint="--data PATH, or data = [...] in the --config file")
+        if world_size > self.global_batch_size:
+            raise UsageError(
+                f"{world_size} ranks can't share a global batch of {self.global_batch_size} windows",
+                hint="raise --global-batch-size, or start fewer ranks",
+            )
+
+    def saves_after(self, step: int) -> bool:
+        """True when a checkpoint is due once `step` steps are done."""
+        return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+
+    def saves_from(self, step: int) -> list[int]:
+        """The steps after `step` at which this run saves."""
+        return [s for s in range(step + 1, self.steps + 1) if self.saves_after(s)]
+
+
+def read_defaults(path: Path, known: set[str]) -> dict[str, Any]:
+    """Option defaults from a TOML file; `seq-len` and `seq_len` name the same option.
+
+    Raises UsageError for keys that are not in `known`, NotFoundError when the file is not there.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NotFoundError(f"no such file: {path}") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UsageError(f"{path}: unknown option {', '.join(unknown)}", hint="python -m trainer --help lists them")
+    if isinstance(values.get("data"), str):
+        values["data"] = [values["data"]]
+    return values

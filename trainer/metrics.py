@@ -1,0 +1,69 @@
+"""What a run writes about itself: `metrics.jsonl`, `samples.jsonl` and a line of progress, all by rank 0."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`. `attempt` is the start time of the process that trained the step."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    step_seconds: float
+    consumed: int
+    max_memory_bytes: int
+    checkpoint_seconds: float
+    checkpoint_stall_seconds: float
+    world_size: int
+    attempt: str
+
+    def progress_line(self, steps: int) -> str:
+        saved = f"  saved in {self.checkpoint_seconds:.1f} s" if self.checkpoint_seconds else ""
+        return (
+            f"step {self.step}/{steps}  loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
+            f"{self.tokens_per_second:,.0f} tokens/s  {self.step_seconds:.2f} s{saved}"
+        )
+
+
+class Log:
+    """Appends to the files of a run root. On ranks other than 0 every method does nothing."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self._root = root
+        self._writes = rank == 0
+
+    def say(self, line: str) -> None:
+        if self._writes:
+            print(line, file=sys.stderr, flush=True)
+
+    def metrics(self, metrics: StepMetrics) -> None:
+        self._append("metrics.jsonl", asdict(metrics))
+
+    def samples(self, attempt: str, step: int, units: list[int]) -> None:
+        self._append("samples.jsonl", {"attempt": attempt, "step": step, "units": units})
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        if self._writes:
+            self._root.mkdir(parents=True, exist_ok=True)
+            with (self._root / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def max_memory_bytes(device: torch.device) -> int:
+    """The most memory this process has used: of the device, or on CPU its resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

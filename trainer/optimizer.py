@@ -1,0 +1,64 @@
+"""AdamW, and its state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckptool import MismatchError
+
+_BETAS = (0.9, 0.95)
+
+
+def build_optimizer(parameters: dict[str, torch.nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """Fused AdamW over `parameters` (a tied one once); vectors and scalars don't decay.
+
+    Its state is made at once, as AdamW itself would at the first step. So a checkpoint has a place to be loaded to, and
+    saving before the first step needs no trial step (torch's `get_optimizer_state_dict` makes one, and it stays).
+    """
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=_BETAS, fused=True)
+    for parameter in parameters.values():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]) -> dict[str, Any]:
+    """The layout of torch's `get_optimizer_state_dict`: state by parameter name, groups that list names.
+
+    Tensors share the optimizer's memory, so that loading into them restores it.
+    """
+    names = {parameter: name for name, parameter in parameters.items()}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    state = {name: dict(optimizer.state[parameter]) for name, parameter in parameters.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def restore_groups(
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, torch.nn.Parameter],
+    saved: list[dict[str, Any]],
+    say: Callable[[str], None],
+) -> None:
+    """Take over the saved groups' fields. What this run was told (weight decay) wins, and a difference is said.
+
+    Raises MismatchError when the groups hold other parameters than the optimizer's.
+    """
+    current = optimizer_state(optimizer, parameters)["param_groups"]
+    if [group["params"] for group in saved] != [group["params"] for group in current]:
+        raise MismatchError("the checkpoint's optimizer groups hold other parameters than this model's")
+    for group, old in zip(optimizer.param_groups, saved, strict=True):
+        told = {"params": group["params"], "weight_decay": group["weight_decay"]}
+        if old["weight_decay"] != group["weight_decay"]:
+            say(f"note: weight decay {old['weight_decay']} in the checkpoint, {group['weight_decay']} from now on")
+        group.update(old)
+        group.update(told)

@@ -1,0 +1,119 @@
+"""The ranks of a run: their process group, agreement on what rank 0 found, and FSDP2 sharding."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ckptool import CkptoolError, UsageError
+
+T = TypeVar("T")
+
+MESH_AXIS = "dp"
+
+#: How long ranks wait for rank 0 to tokenize. A rank that dies is noticed by torchrun, not by this.
+CONTROL_TIMEOUT = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ranks. `control` is a gloo group for small Python objects."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+
+    def from_rank0(self, find: Callable[[], T]) -> T:
+        """Call `find` on rank 0 and give its result to every rank; its CkptoolError is raised on every rank.
+
+        Any other exception ends rank 0 as it is, and reaches the others as a CkptoolError.
+        """
+        outcome: list = [None, None]
+        cause: Exception | None = None
+        if self.rank == 0:
+            try:
+                outcome[0] = find()
+            except CkptoolError as error:
+                outcome[1] = cause = error
+            except Exception as error:
+                cause = error
+                outcome[1] = CkptoolError(f"rank 0 failed: {type(error).__name__}: {error}")
+        dist.broadcast_object_list(outcome, src=0, group=self.control)
+        if cause is not None:
+            raise cause
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order."""
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def sum(self, value: torch.Tensor) -> float:
+        """The sum of a 0-d tensor over the ranks, in float64."""
+        total = value.detach().to(torch.float64)
+        dist.all_reduce(total)
+        return total.item()
+
+
+@contextlib.contextmanager
+def joined_ranks(device_option: str) -> Iterator[Ranks]:
+    """Join torchrun's process group, or one of a single rank when not under torchrun, and leave it at the end."""
+    device = _choose_device(device_option)
+    is_ours = not dist.is_initialized()
+    if is_ours:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world_size = dist.get_world_size()
+    control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=(MESH_AXIS,))
+    is_done = False
+    try:
+        yield Ranks(dist.get_rank(), world_size, device, mesh, control)
+        is_done = True
+    finally:
+        # Leaving NCCL waits for peers, which after an error may never answer; the process is about to end anyway.
+        if is_ours and (is_done or device.type == "cpu"):
+            dist.destroy_process_group()
+
+
+def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """`fully_shard` each block and then the root, which keeps what no block holds.
+
+    Tied embeddings and output head are thus in one group, as torch demands. Gradients are summed over ranks, not
+    averaged, because the loss is already divided by the global token count.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _choose_device(option: str) -> torch.device:
+    if option == "cpu" or (option == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda, but torch sees no CUDA device", hint="--device cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

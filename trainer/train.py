@@ -1,0 +1,163 @@
+"""The run, top to bottom: build, load, loop, save."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+
+import torch
+import torch.nn.functional as F
+
+from ckptool import CkptoolError, DataPosition
+from trainer import checkpoint, parallel
+from trainer.checkpoint import Origin, TrainingState
+from trainer.config import TrainConfig
+from trainer.corpus import open_corpus
+from trainer.data import Windows
+from trainer.metrics import Log, StepMetrics, max_memory_bytes
+from trainer.model import (
+    build_meta_model,
+    checkpoint_activations,
+    materialize,
+    named_blocks,
+    named_parameters,
+    ties_of,
+)
+from trainer.optimizer import build_optimizer
+from trainer.parallel import Ranks
+from trainer.schedule import learning_rate
+
+
+def train(config: TrainConfig) -> None:
+    """Train to `config.steps`, saving on the way. Every rank calls this; a CkptoolError is what a person should read."""
+    with parallel.joined_ranks(config.device) as ranks:
+        log = Log(config.root, ranks.rank)
+        config.check(ranks.world_size)
+        origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
+        for line in origin.describe():
+            log.say(line)
+        corpus = ranks.from_rank0(lambda: open_corpus(config.data, origin.hf_folder, config.root, log.say))
+        windows = Windows(corpus, config.seq_len)
+        position = DataPosition(
+            num_units=windows.num_units,
+            seq_len=config.seq_len,
+            seed=config.seed,
+            global_batch_size=config.global_batch_size,
+            fingerprint=corpus.fingerprint,
+        )
+        state = build_state(config, ranks, origin, position)
+        if origin.is_resume:
+            checkpoint.resume(state, origin, log)
+        else:
+            checkpoint.load_weights(state, origin, log)
+        log.say(
+            f"{ranks.world_size} ranks on {ranks.device.type}, {windows.num_units:,} windows of {config.seq_len} tokens, "
+            f"step {state.step} of {config.steps}, {state.position.consumed:,} windows trained"
+        )
+        run_steps(config, ranks, origin, state, windows, log)
+
+
+def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
+    """Model and optimizer, sharded over the ranks; the weights are garbage until a checkpoint is loaded."""
+    dtype = checkpoint.param_dtype(config.param_dtype, origin)
+    model = build_meta_model(origin.hf_folder, dtype, tie_embeddings=not origin.provenance.untied)
+    ties = ties_of(model)
+    if config.activation_checkpointing == "block":
+        checkpoint_activations(model)
+    blocks = list(named_blocks(model).values())
+    if config.compile:
+        for block in blocks:
+            block.compile()
+    compute_dtype = torch.bfloat16 if config.compute_dtype == "bf16" else torch.float32
+    parallel.shard(model, blocks, ranks.mesh, compute_dtype)
+    materialize(model, ranks.device, ties)
+    parameters = {name: p for name, p in named_parameters(model).items() if name not in ties}
+    optimizer = build_optimizer(parameters, config.lr, config.weight_decay)
+    return TrainingState(model, optimizer, ties, position)
+
+
+def run_steps(
+    config: TrainConfig, ranks: Ranks, origin: Origin, state: TrainingState, windows: Windows, log: Log
+) -> None:
+    """The loop. The position moves only after the optimizer has stepped, so it counts what was really trained."""
+    attempt = ranks.from_rank0(lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    while state.step < config.steps:
+        began = time.perf_counter()
+        lr = learning_rate(
+            state.step, peak=config.lr, warmup_steps=config.warmup_steps, steps=config.steps, schedule=config.schedule
+        )
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        seed_dropout(config.seed, state.step, ranks.rank)
+
+        num_tokens = config.global_batch_size * config.seq_len
+        loss, fed = forward_backward(config, ranks, state, windows, num_tokens)
+        grad_norm = clip_gradients(state, config.grad_clip)
+        if not torch.isfinite(grad_norm):
+            raise CkptoolError(
+                f"step {state.step + 1}: loss {ranks.sum(loss):g}, gradient norm {grad_norm:g}; stopped before the update",
+                hint="lower --lr, or --resume from an earlier checkpoint",
+            )
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.step += 1
+        state.position = state.position.advance(config.global_batch_size)
+
+        mean_loss = ranks.sum(loss)
+        step_seconds = time.perf_counter() - began
+        if config.log_samples:
+            log.samples(attempt, state.step, sorted(unit for part in ranks.gather(fed) for unit in part))
+        save_seconds = 0.0
+        if config.saves_after(state.step):
+            save_seconds = checkpoint.save(state, origin, config, ranks, log)
+        metrics = StepMetrics(
+            step=state.step,
+            loss=mean_loss,
+            lr=lr,
+            grad_norm=grad_norm.item(),
+            tokens=num_tokens,
+            tokens_per_second=num_tokens / step_seconds,
+            step_seconds=step_seconds,
+            consumed=state.position.consumed,
+            max_memory_bytes=max_memory_bytes(ranks.device),
+            checkpoint_seconds=save_seconds,
+            checkpoint_stall_seconds=save_seconds,
+            world_size=ranks.world_size,
+            attempt=attempt,
+        )
+        log.metrics(metrics)
+        if state.step % config.log_every == 0 or save_seconds or state.step == config.steps:
+            log.say(metrics.progress_line(config.steps))
+
+
+def forward_backward(
+    config: TrainConfig, ranks: Ranks, state: TrainingState, windows: Windows, num_tokens: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Accumulate the step's gradients. Returns this rank's part of the mean loss, and the units it was fed.
+
+    The loss is a sum over tokens divided by the step's global token count, so its gradients, summed over ranks and
+    micro-batches, are those of the mean over the global batch whatever the world size.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    fed: list[int] = []
+    batches = list(windows.micro_batches(state.position, ranks.rank, ranks.world_size, config.micro_batch_size))
+    for number, batch in enumerate(batches, start=1):
+        state.model.set_requires_gradient_sync(number == len(batches))
+        logits = state.model(input_ids=batch.inputs.to(ranks.device), use_cache=False).logits
+        labels = batch.labels.to(ranks.device)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / num_tokens
+        loss.backward()
+        loss_sum += loss.detach()
+        fed += batch.units
+    return loss_sum, fed
+
+
+def clip_gradients(state: TrainingState, max_norm: float) -> torch.Tensor:
+    """Scale the gradients down to `max_norm` (0: leave them); returns their global norm before."""
+    norm = torch.nn.utils.clip_grad_norm_(state.parameters().values(), max_norm or float("inf"))
+    return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+
+
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Random numbers as a function of seed, step and rank: a resumed run draws those it would have drawn."""
+    torch.manual_seed(((seed << 44) ^ (step << 16) ^ rank) & (2**63 - 1))
