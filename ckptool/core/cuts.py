@@ -6,13 +6,14 @@ read every stored chunk that their rows touch, whole. Cuts at those row numbers 
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 
 from ckptool.core.box import Box
 from ckptool.core.tensors import Chunk, TensorEntry
 
-#: World sizes whose row splits the cuts follow, most usual first; later ones are dropped when chunks would get tiny.
+#: World sizes whose row splits the cuts follow, most usual first; a later one's cut is dropped close to an earlier one's.
 WORLD_SIZES = (2, 4, 8, 3, 16, 6, 5, 7)
 
 #: A chunk smaller than this costs more in archive overhead (about 1.3 kB) than it saves.
@@ -27,14 +28,15 @@ def row_cuts(num_rows: int, row_bytes: int, max_chunk_bytes: int) -> list[int]:
     """
     max_rows = max(1, max_chunk_bytes // max(1, row_bytes))
     min_rows = min(max_rows, max(1, math.ceil(MIN_CHUNK_BYTES / max(1, row_bytes))))
-    edges = {0, num_rows}
+    edges = [0, num_rows]
     for world_size in WORLD_SIZES:
         rows_per_rank = math.ceil(num_rows / world_size)
-        candidate = edges | set(range(rows_per_rank, num_rows, rows_per_rank)) if rows_per_rank else edges
-        if all(b - a >= min_rows for a, b in itertools.pairwise(sorted(candidate))):
-            edges = candidate
+        for edge in range(rows_per_rank, num_rows, rows_per_rank):
+            place = bisect.bisect_left(edges, edge)
+            if edge - edges[place - 1] >= min_rows and edges[place] - edge >= min_rows:
+                edges.insert(place, edge)
     cuts: list[int] = []
-    for a, b in itertools.pairwise(sorted(edges)):
+    for a, b in itertools.pairwise(edges):
         pieces = math.ceil((b - a) / max_rows)
         cuts.extend(a + (b - a) * piece // pieces for piece in range(pieces) if a + (b - a) * piece // pieces > 0)
     return cuts

@@ -174,10 +174,20 @@ def _check_shapes(meta: Mapping[str, torch.Tensor], groups: list[NameGroup]) -> 
 
 
 def _explain_unexpected(model: transformers.PreTrainedModel, unexpected: list[str]) -> list[str]:
-    """Names the model doesn't want: a note where transformers itself says so, else MismatchError."""
+    """Names the model doesn't want: a note where they are known to be needless, else MismatchError.
+
+    Needless are those that transformers itself ignores, and buffers that the model computes (older versions stored
+    `position_ids` and each layer's `inv_freq`).
+    """
     patterns = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
-    patterns.append(re.compile(r"rotary_emb\.inv_freq$"))  # old Llama files store this recomputable buffer
-    refused = [name for name in unexpected if not any(p.search(name) for p in patterns)]
+    patterns.append(re.compile(r"rotary_emb\.inv_freq$"))
+    prefix = f"{model.base_model_prefix}."
+    computed = {name.removeprefix(prefix) for name, _ in model.named_buffers()}
+    refused = [
+        name
+        for name in unexpected
+        if name.removeprefix(prefix) not in computed and not any(p.search(name) for p in patterns)
+    ]
     if refused:
         raise MismatchError(
             f"{type(model).__name__} has no place for {name_some(refused)}",
