@@ -25,7 +25,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class DcpSource:
-    """A checkpoint folder as a Source. Reads only the bytes asked for, and whole rows where a box takes part of them."""
+    """A checkpoint folder as a Source. Reads only the bytes asked for; whole rows where a box takes part of them."""
 
     def __init__(self, path: Path | str) -> None:
         self.manifest: Manifest = read_manifest(path)
@@ -76,7 +76,7 @@ class DcpSource:
             self._read_rows(locator, stored, source, target, _element_view(out, box.sizes, itemsize))
 
     def _read_rows(self, locator: Locator, stored: StoredTensor, source: Box, target: Box, out: Tensor) -> None:
-        """Read the rows of the chunk that `source` touches, a piece at a time, and copy their part of it to `target`."""
+        """Read the rows of the chunk that `source` touches, a piece at a time, and copy their part to `target`."""
         itemsize = out.shape[-1]
         row_elements = Box.whole(stored.shape[1:]).num_elements
         rows_at_once = max(1, _PIECE_BYTES // (row_elements * itemsize))
@@ -147,7 +147,10 @@ class DcpSource:
 
 
 def load_blob(blob: bytes, name: str) -> Any:
-    """Load a `torch.save` blob of plain data. Raises UnsafeError when it wants to run code, DamagedError when broken."""
+    """Load a `torch.save` blob of plain data.
+
+    Raises UnsafeError when it wants to run code, DamagedError when it is broken.
+    """
     import torch
 
     try:

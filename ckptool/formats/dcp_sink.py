@@ -1,0 +1,109 @@
+"""Writing a DCP checkpoint from one process: every box becomes a stored chunk, a `torch.save` archive of its own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ckptool.core.box import Box, exact_cover_fault
+from ckptool.core.checkpoint import Manifest
+from ckptool.core.tensors import Chunk, Locator, ObjectEntry, TensorEntry
+from ckptool.errors import MismatchError
+from ckptool.formats.dcp_torch import add_aliases, to_torch_metadata, write_metadata
+from ckptool.storage.files import os_errors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class DcpSink:
+    """A Sink that appends to `__0_{i}.distcp` files of about `max_file_bytes`, and writes `.metadata` last.
+
+    `tensors` are the tensors to come (their chunks, if any, are not looked at: the boxes written become the chunks),
+    `paths` the keys of each fqn in the nested state dict (DCP's planner data), `ties` alias fqn -> canonical fqn.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, TensorEntry],
+        paths: Mapping[str, tuple[str | int, ...]],
+        ties: Mapping[str, str],
+        max_file_bytes: int = 2 << 30,
+    ) -> None:
+        self._folder = folder
+        self._tensors = tensors
+        self._paths = paths
+        self._ties = ties
+        self._max_file_bytes = max_file_bytes
+        self._chunks: dict[str, list[Chunk]] = {fqn: [] for fqn in tensors}
+        self._objects: dict[str, ObjectEntry] = {}
+        self._num_files = 0
+        self._file: BinaryIO | None = None
+
+    def write(self, fqn: str, box: Box, data: memoryview) -> None:
+        """Store a box's elements, given in C order. Raises StorageError when the disk refuses."""
+        import torch
+
+        tensor = _as_tensor(data, box, getattr(torch, self._tensors[fqn].dtype))
+        with os_errors(self._folder):
+            file = self._open_file()
+            start = file.tell()
+            torch.save(tensor, file)
+            locator = Locator(self._file_name(), start, file.tell() - start)
+        self._chunks[fqn].append(Chunk(box, locator))
+
+    def write_object(self, fqn: str, data: bytes) -> None:
+        """Store a `torch.save` blob as it is."""
+        with os_errors(self._folder):
+            file = self._open_file()
+            locator = Locator(self._file_name(), file.tell(), len(data))
+            file.write(data)
+        self._objects[fqn] = ObjectEntry(fqn, locator)
+
+    def finish(self) -> None:
+        """Write `.metadata`. Raises MismatchError when the boxes written don't make whole tensors."""
+        self._close_file()
+        tensors = {
+            fqn: TensorEntry(fqn, entry.dtype, entry.shape, tuple(self._chunks[fqn]))
+            for fqn, entry in self._tensors.items()
+        }
+        for fqn, entry in tensors.items():
+            fault = exact_cover_fault([chunk.box for chunk in entry.chunks], entry.shape)
+            if fault:
+                raise MismatchError(f"{self._folder}: {fqn} was not written as planned: {fault}")
+        metadata = to_torch_metadata(Manifest(str(self._folder), tensors, self._objects, self._paths))
+        add_aliases(metadata, self._ties)
+        write_metadata(self._folder, metadata)
+
+    def _open_file(self) -> BinaryIO:
+        if self._file is not None and self._file.tell() >= self._max_file_bytes:
+            self._close_file()
+        if self._file is None:
+            self._num_files += 1
+            self._file = (self._folder / self._file_name()).open("wb")
+        return self._file
+
+    def _file_name(self) -> str:
+        return f"__0_{self._num_files - 1}.distcp"
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with os_errors(self._folder):
+                self._file.close()
+            self._file = None
+
+
+def _as_tensor(data: memoryview, box: Box, dtype: Any) -> Tensor:
+    """The bytes as a tensor over the same memory."""
+    import torch
+
+    if not box.num_elements:
+        return torch.empty(box.sizes, dtype=dtype)
+    with warnings.catch_warnings():
+        # torch warns of memory that it can't promise not to write to; saving only reads.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        flat = torch.frombuffer(data, dtype=torch.uint8)
+    return flat.view(dtype).reshape(box.sizes)

@@ -1,0 +1,93 @@
+"""Manifest -> torch's own Metadata -> the `.metadata` file, as DCP's FileSystemWriter would have written it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptool.core.checkpoint import Manifest
+from ckptool.core.tensors import Locator, TensorEntry
+from ckptool.errors import DamagedError, MismatchError
+from ckptool.formats.dcp_metadata import METADATA_FILE
+from ckptool.storage.files import os_errors
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+
+def to_torch_metadata(manifest: Manifest) -> Metadata:
+    """The torch object that says the same as `manifest`, whose chunks all have locators."""
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for fqn, item in manifest.objects.items():
+        entries[fqn] = BytesStorageMetadata()
+        places[MetadataIndex(fqn)] = _storage_info(item.locator, fqn)
+    for fqn, entry in manifest.tensors.items():
+        entries[fqn] = _tensor_metadata(entry)
+        for i, chunk in enumerate(entry.chunks):
+            places[MetadataIndex(fqn, chunk.box.offsets, i)] = _storage_info(chunk.locator, fqn)
+    return Metadata(entries, dict(manifest.paths), places, StorageMeta(), version=_dcp_version())
+
+
+def add_aliases(metadata: Metadata, ties: Mapping[str, str]) -> None:
+    """List each alias fqn of `ties` beside its canonical fqn, with the same chunks at the same places.
+
+    So a template with either name, or both, loads with stock `dcp.load`, and the bytes exist once. Raises
+    MismatchError when a canonical tensor is not in the checkpoint or an alias is already in it.
+    """
+    for alias, canonical in ties.items():
+        if alias in metadata.state_dict_metadata:
+            raise MismatchError(f"{alias} is tied to {canonical}, but is being saved as a tensor of its own")
+        if canonical not in metadata.state_dict_metadata:
+            raise MismatchError(f"{alias} is tied to {canonical}, which is not among the saved tensors")
+        metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[canonical]
+        if metadata.planner_data is not None and canonical in metadata.planner_data:
+            metadata.planner_data.setdefault(alias, alias_path(alias, metadata.planner_data[canonical]))
+    by_canonical: dict[str, list[str]] = {}
+    for alias, canonical in ties.items():
+        by_canonical.setdefault(canonical, []).append(alias)
+    for index, place in list(metadata.storage_data.items()):
+        for alias in by_canonical.get(index.fqn, ()):
+            metadata.storage_data[dataclasses.replace(index, fqn=alias)] = place
+
+
+def alias_path(alias: str, canonical_path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """The keys to an alias: below the same top-level key as its canonical tensor, the rest of its fqn as one name."""
+    head = canonical_path[0]
+    return (head, alias.removeprefix(f"{head}.")) if alias.startswith(f"{head}.") else (alias,)
+
+
+def write_metadata(folder: Path, metadata: Metadata) -> None:
+    """Write `.metadata` through a temporary name, so that it is there whole or not at all."""
+    temporary = folder / f"{METADATA_FILE}.tmp"
+    with os_errors(folder):
+        temporary.write_bytes(pickle.dumps(metadata))
+        os.replace(temporary, folder / METADATA_FILE)
+
+
+def _tensor_metadata(entry: TensorEntry) -> Any:
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+    chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
+
+
+def _storage_info(locator: Locator | None, fqn: str) -> Any:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    if locator is None:
+        raise DamagedError(f"{fqn} was planned, but not all of it was written")
+    return _StorageInfo(locator.file, locator.offset, locator.length)
+
+
+def _dcp_version() -> str | None:
+    from torch.distributed.checkpoint import filesystem
+
+    return getattr(filesystem, "CURRENT_DCP_VERSION", None)
