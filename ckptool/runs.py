@@ -1,0 +1,194 @@
+"""A run root: the names of its checkpoints, what state each is in, and which is the newest complete one."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptool.core.checkpoint import Manifest
+from ckptool.errors import CkptoolError, NotFoundError
+from ckptool.formats.dcp_metadata import (
+    METADATA_FILE,
+    PROVENANCE_FILE,
+    checkpoints_inside,
+    is_checkpoint,
+    read_manifest,
+)
+from ckptool.storage.files import os_errors, read_json
+from ckptool.storage.staging import is_staging
+
+POSITION_FILE = "data_position.json"
+_STEP_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest complete checkpoint; `passed_over` gives (name, reason) of every newer one that is not complete."""
+
+    path: Path
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """One line of a listing. `reason` is "" for a complete checkpoint; `created` is a Unix time in seconds.
+
+    `kind` is "checkpoint", or "staging" for a folder that a save in progress or a killed one has left.
+    """
+
+    name: str
+    path: Path
+    step: int | None
+    num_bytes: int
+    complete: bool
+    reason: str
+    world_size: int | None
+    consumed: int | None
+    created: float | None
+    kind: str = "checkpoint"
+
+
+def default_root() -> Path:
+    """Where checkpoints live when nobody says: the environment's CKPTOOL_ROOT, else ./ckpt."""
+    return Path(os.environ.get("CKPTOOL_ROOT") or "ckpt")
+
+
+def resolve(name: str | Path, root: Path | None = None) -> Path:
+    """The checkpoint that `name` means: a path, a name under `root` (default: `default_root()`), or `latest`.
+
+    An incomplete checkpoint is returned too: reading it says what is wrong. Raises NotFoundError when there is none,
+    naming what is there.
+    """
+    root = default_root() if root is None else root
+    places = [Path(name), root / name]
+    found = next((place for place in places if _looks_like_checkpoint(place)), None)
+    if found is not None:
+        return found
+    if str(name) == "latest":
+        return _resolve_latest(root)
+    inside = [path for place in places for path in checkpoints_inside(place)]
+    if inside:
+        candidates = ", ".join(dict.fromkeys(str(path) for path in inside[:5]))
+        raise NotFoundError(f"{name} is not a checkpoint, but has some inside", hint=f"did you mean {candidates}?")
+    existing = next((place for place in places if place.exists()), None)
+    if existing is not None:
+        raise NotFoundError(
+            f"{existing} is not a checkpoint: it has no {METADATA_FILE}", hint=_what_is_there(name, root)
+        )
+    raise NotFoundError(f"no checkpoint {name}, neither as a path nor under {root}", hint=_what_is_there(name, root))
+
+
+def find_latest(root: Path | str) -> Latest | None:
+    """The newest complete checkpoint among the folders named `step-N` under `root`; None when there is none.
+
+    Complete means: its metadata parses, every tensor is covered exactly, every byte range lies inside its file.
+    """
+    latest, _ = _search_latest(Path(root))
+    return latest
+
+
+def list_checkpoints(root: Path | str) -> list[CheckpointSummary]:
+    """Everything under `root` that is, or was to become, a checkpoint: those without a step first, then by step.
+
+    Reads metadata only. Raises NotFoundError when `root` is a file; a missing root is an empty one.
+    """
+    summaries = [_summarise(path) for path in _folders(Path(root)) if is_staging(path) or _looks_like_checkpoint(path)]
+    return sorted(summaries, key=lambda s: (-1 if s.step is None else s.step, s.name))
+
+
+def _search_latest(root: Path) -> tuple[Latest | None, tuple[tuple[str, str], ...]]:
+    """The newest complete checkpoint, and (name, reason) of all that were passed over on the way to it."""
+    passed_over: list[tuple[str, str]] = []
+    steps = [path for path in _folders(root) if _STEP_NAME.fullmatch(path.name)]
+    for path in sorted(steps, key=lambda p: int(p.name.removeprefix("step-")), reverse=True):
+        reason = _read(path)[1]
+        if not reason:
+            return Latest(path, tuple(passed_over)), tuple(passed_over)
+        passed_over.append((path.name, reason))
+    return None, tuple(passed_over)
+
+
+def _resolve_latest(root: Path) -> Path:
+    latest, passed_over = _search_latest(root)
+    if latest is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over[:3])
+        raise NotFoundError(f"no complete step-N checkpoint under {root}", hint=reasons or f"ckptool ls {root}")
+    return latest.path
+
+
+def _folders(root: Path) -> list[Path]:
+    with os_errors(root):
+        if root.exists() and not root.is_dir():
+            raise NotFoundError(f"{root} is a file, not a folder of checkpoints")
+        return sorted(path for path in root.iterdir() if path.is_dir()) if root.exists() else []
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    """True for checkpoints and for what is left of them. A folder named step-N is meant to be one, whatever it holds."""
+    if not path.is_dir() or path.name.startswith("."):
+        return False
+    return (
+        is_checkpoint(path)
+        or (path / PROVENANCE_FILE).exists()
+        or any(path.glob("*.distcp"))
+        or (_STEP_NAME.fullmatch(path.name) is not None and not checkpoints_inside(path))
+    )
+
+
+def _read(path: Path) -> tuple[Manifest | None, str]:
+    """A checkpoint's manifest, or the reason in one line why it can't be used."""
+    try:
+        return read_manifest(path), ""
+    except CkptoolError as error:
+        return None, str(error).removeprefix(f"{path}/").removeprefix(f"{path}: ").removeprefix(f"{path} ")
+
+
+def _summarise(path: Path) -> CheckpointSummary:
+    manifest, reason = (None, "unfinished: not published") if is_staging(path) else _read(path)
+    provenance = manifest.provenance if manifest else None
+    step_name = _STEP_NAME.fullmatch(path.name)
+    return CheckpointSummary(
+        name=path.name,
+        path=path,
+        step=int(step_name[1]) if step_name else provenance.step if provenance else None,
+        num_bytes=manifest.num_bytes if manifest else _bytes_on_disk(path),
+        complete=manifest is not None,
+        reason=reason,
+        world_size=provenance.world_size if provenance else None,
+        consumed=_consumed(path),
+        created=_created(path, provenance.created if provenance else ""),
+        kind="staging" if is_staging(path) else "checkpoint",
+    )
+
+
+def _bytes_on_disk(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def _consumed(path: Path) -> int | None:
+    try:
+        position = read_json(path / POSITION_FILE)
+    except CkptoolError:
+        return None  # a listing shows what it can; reading the checkpoint will complain
+    consumed = position.get("consumed") if isinstance(position, dict) else None
+    return consumed if isinstance(consumed, int) else None
+
+
+def _created(path: Path, recorded: str) -> float:
+    """The recorded time of writing, else the folder's own."""
+    try:
+        return datetime.datetime.fromisoformat(recorded).timestamp()
+    except ValueError:
+        return path.stat().st_mtime
+
+
+def _what_is_there(name: str | Path, root: Path) -> str:
+    names = [path.name for path in _folders(root) if _looks_like_checkpoint(path)]
+    if not names:
+        return f"there are no checkpoints under {root}; --root or CKPTOOL_ROOT says where to look"
+    near = difflib.get_close_matches(Path(name).name, names, n=3)
+    return f"did you mean {', '.join(near)}?" if near else f"there: {', '.join(names[:8])}"
