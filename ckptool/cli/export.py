@@ -44,6 +44,7 @@ from ckptool.core.plan import Result
 @dry_run_option
 @output_options
 def command(
+    *,
     name: str,
     to: str,
     out: Path | None,

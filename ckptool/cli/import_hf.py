@@ -38,6 +38,7 @@ from ckptool.core.plan import Result
 @dry_run_option
 @output_options
 def command(
+    *,
     src: str,
     name: str | None,
     root: Path | None,

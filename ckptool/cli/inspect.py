@@ -21,7 +21,7 @@ SHOWN_ROWS = 20
 @click.option("--keys", metavar="GLOB", default="*", help="Only list tensors and objects whose name matches.")
 @click.option("--all", "show_all", is_flag=True, help=f"List every row, not only the first {SHOWN_ROWS}.")
 @output_options
-def command(name: str, root: Path | None, keys: str, show_all: bool, as_json: bool, quiet: bool) -> None:
+def command(*, name: str, root: Path | None, keys: str, show_all: bool, as_json: bool, quiet: bool) -> None:
     """Show what one checkpoint holds: tensors, files, objects and where it comes from. Reads no tensor data.
 
     NAME is a path, a name under the root (step-5000), or "latest".

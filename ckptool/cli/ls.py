@@ -28,7 +28,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
     help="The same as the argument (default ./ckpt).",
 )
 @output_options
-def command(root: Path | None, root_option: Path | None, as_json: bool, quiet: bool) -> None:
+def command(*, root: Path | None, root_option: Path | None, as_json: bool, quiet: bool) -> None:
     """List the checkpoints under ROOT: step, size, state, who wrote them and how far the data was read."""
     from ckptool.ops.ls import ls
 
