@@ -134,7 +134,7 @@ def model_paths(fqns: list[str]) -> dict[str, tuple[str | int, ...]]:
 
 
 def _provenance(located: Located, source: Manifest, names: NamePlan) -> Provenance:
-    origin = {**located.origin, "dtype": main_dtype(source.tensors.values()), "files": dict(source.files)}
+    origin = {**located.origin, "dtype": main_dtype(source.tensors.values())}
     return new_provenance(
         source=origin,
         naming=names.naming,

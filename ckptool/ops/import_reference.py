@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def import_through_transformers(
     """
     import torch.distributed.checkpoint as dcp
 
-    from ckptool.distributed import checkpoint_writer
+    from ckptool.formats.dcp_adapters import SaveWriter
 
     start = time.monotonic()
     model, notes = _load(located.path, cast)
@@ -48,8 +49,10 @@ def import_through_transformers(
         return Result("import-hf", str(target), plan, False, time.monotonic() - start, plan.notes)
     report = progress(plan) if progress else None
     with staged_directory(target) as staging:
-        writer = checkpoint_writer(staging, {f"model.{a}": f"model.{c}" for a, c in ties.items()})
-        dcp.save({"model": state}, storage_writer=writer, no_dist=True)
+        writer = SaveWriter(staging, {f"model.{a}": f"model.{c}" for a, c in ties.items()})
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({"model": state}, storage_writer=writer, no_dist=True)
         copy_side_files(located.path, staging / "hf", side_files(located.path))
         write_provenance(staging, _provenance(located, model, ties, plan))
         if report:

@@ -9,9 +9,9 @@ from typing import Any
 
 import ckptool
 from ckptool.core.provenance import Provenance
+from ckptool.formats.dcp_metadata import PROVENANCE_FILE
 from ckptool.storage.files import write_json
 
-PROVENANCE_NAME = "ckptool.json"
 _LIBRARIES = ("torch", "transformers", "safetensors")
 
 
@@ -26,4 +26,4 @@ def new_provenance(**fields: Any) -> Provenance:
 
 
 def write_provenance(folder: Path, provenance: Provenance) -> None:
-    write_json(folder / PROVENANCE_NAME, provenance.to_json())
+    write_json(folder / PROVENANCE_FILE, provenance.to_json())
