@@ -128,7 +128,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
-    """True for checkpoints and for what is left of them. A folder named step-N is meant to be one, whatever it holds."""
+    """True for checkpoints and for what is left of them. A folder named step-N is one, whatever it holds."""
     if not path.is_dir() or path.name.startswith("."):
         return False
     return (

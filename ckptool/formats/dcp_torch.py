@@ -32,7 +32,9 @@ def to_torch_metadata(manifest: Manifest) -> Metadata:
         entries[fqn] = _tensor_metadata(entry)
         for i, chunk in enumerate(entry.chunks):
             places[MetadataIndex(fqn, chunk.box.offsets, i)] = _storage_info(chunk.locator, fqn)
-    return Metadata(entries, dict(manifest.paths), places, StorageMeta(), version=_dcp_version())
+    metadata = Metadata(entries, dict(manifest.paths), places, StorageMeta())
+    stamp_version(metadata)
+    return metadata
 
 
 def add_aliases(metadata: Metadata, ties: Mapping[str, str]) -> None:
@@ -63,6 +65,15 @@ def alias_path(alias: str, canonical_path: tuple[str | int, ...]) -> tuple[str |
     return (head, alias.removeprefix(f"{head}.")) if alias.startswith(f"{head}.") else (alias,)
 
 
+def stamp_version(metadata: Metadata) -> None:
+    """Record the version of DCP's format, in torch releases whose metadata has one."""
+    from torch.distributed.checkpoint import filesystem
+
+    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    if version is not None:
+        metadata.version = version
+
+
 def write_metadata(folder: Path, metadata: Metadata) -> None:
     """Write `.metadata` through a temporary name, so that it is there whole or not at all."""
     temporary = folder / f"{METADATA_FILE}.tmp"
@@ -85,9 +96,3 @@ def _storage_info(locator: Locator | None, fqn: str) -> Any:
     if locator is None:
         raise DamagedError(f"{fqn} was planned, but not all of it was written")
     return _StorageInfo(locator.file, locator.offset, locator.length)
-
-
-def _dcp_version() -> str | None:
-    from torch.distributed.checkpoint import filesystem
-
-    return getattr(filesystem, "CURRENT_DCP_VERSION", None)

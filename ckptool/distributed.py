@@ -1,0 +1,182 @@
+"""Collective save and load of a training state: published whole or not at all, and all ranks agree on the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import shutil
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from ckptool.core.position import DataPosition
+from ckptool.core.provenance import Provenance
+from ckptool.errors import CkptoolError, DistributedError, MismatchError, name_some
+from ckptool.formats.dcp_adapters import LoadReader, LoadStatePlanner, SaveStatePlanner, SaveWriter
+from ckptool.formats.dcp_metadata import PROVENANCE_FILE
+from ckptool.formats.dcp_source import DcpSource
+from ckptool.ranks import Ranks
+from ckptool.storage.files import write_json
+from ckptool.storage.staging import create_staging, publish
+from ckptool.template import Template, TemplateCheck
+
+POSITION_FILE = "data_position.json"
+SIDE_FOLDER = "hf"
+
+#: Plain tensors up to this size are compared between ranks before a save.
+_MAX_COMPARED_BYTES = 1 << 20
+
+
+def save(
+    state_dict: dict[str, Any],
+    target: Path,
+    *,
+    provenance: Provenance,
+    ties: Mapping[str, str] | None = None,
+    side_folder: Path | None = None,
+    position: DataPosition | Mapping[str, Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save `state_dict` (nested dicts of DTensors, tensors and plain values) as the checkpoint folder `target`.
+
+    All ranks of `process_group` call it with the same arguments; without a process group, one process saves alone.
+    `ties` maps alias fqns to the fqns, both as in the checkpoint (`model.` and all), whose bytes they share; the
+    aliases themselves are not in `state_dict`. `side_folder` is copied to `hf/`, `position` written for people.
+
+    Raises, on every rank, TargetExistsError when `target` is taken, MismatchError when the ranks hold different values
+    for one name, DistributedError when any rank failed to write; the message names that rank and its cause. `target`
+    then does not exist, and nothing else was touched.
+    """
+    ranks = Ranks(process_group)
+    action = f"saving {target}"
+    digests = ranks.agree(action, lambda: _digests(Template(state_dict).values))
+    _check_same_values(ranks.gather(digests, action))
+    staging = ranks.on_first(action, lambda: create_staging(Path(target)))
+    try:
+        _write(state_dict, SaveWriter(staging, ties or {}), ranks, action)
+        ranks.on_first(action, lambda: _write_sidecars(staging, provenance, side_folder, position))
+        ranks.on_first(action, lambda: publish(staging, Path(target)))
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def load(
+    state_dict: dict[str, Any],
+    source: Path,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    allow_cast: bool = False,
+    allow_missing: Collection[str] = (),
+    ignore: Collection[str] = (),
+) -> None:
+    """Fill `state_dict` in place from the checkpoint folder `source`, saved on any number of ranks.
+
+    Names, shapes and dtypes are compared with the checkpoint's metadata before any tensor byte is read. The template's
+    top-level keys choose the sections that must match whole: `{"model": ...}` ignores the checkpoint's `optim`.
+    `allow_missing` are fqns that the checkpoint may lack, `ignore` prefixes of names in the checkpoint that are not
+    wanted, `allow_cast` permits loading into another floating-point dtype.
+
+    Raises, on every rank, MismatchError listing what differs; DamagedError, UnsafeError or NotFoundError for a
+    checkpoint that can't be read; DistributedError when a rank failed while reading: the contents of `state_dict` are
+    then undefined.
+    """
+    ranks = Ranks(process_group)
+    action = f"loading {source}"
+    checkpoint = ranks.agree(action, lambda: DcpSource(source))
+    with contextlib.closing(checkpoint):
+        check = TemplateCheck(allow_cast, allow_missing, ignore)
+        ranks.agree(action, lambda: check.run(Template(state_dict), checkpoint.manifest))
+        with ranks.dcp_step(action), _quiet_alone():
+            dcp.load(
+                state_dict,
+                storage_reader=LoadReader(checkpoint),
+                planner=LoadStatePlanner(),
+                process_group=process_group,
+                no_dist=not ranks.is_distributed,
+            )
+
+
+def checkpoint_writer(folder: Path, ties: Mapping[str, str]) -> SaveWriter:
+    """A writer for `dcp.save` by one process: the same format as `save` gives, without sidecars or publishing."""
+    return SaveWriter(folder, ties)
+
+
+def _write(state_dict: dict[str, Any], writer: SaveWriter, ranks: Ranks, action: str) -> None:
+    with _write_errors(action), ranks.dcp_step(action), _quiet_alone():
+        dcp.save(
+            state_dict,
+            storage_writer=writer,
+            planner=SaveStatePlanner(),
+            process_group=ranks.group,
+            no_dist=not ranks.is_distributed,
+        )
+
+
+def _write_sidecars(
+    staging: Path,
+    provenance: Provenance,
+    side_folder: Path | None,
+    position: DataPosition | Mapping[str, Any] | None,
+) -> None:
+    write_json(staging / PROVENANCE_FILE, provenance.to_json())
+    if position is not None:
+        record = dataclasses.asdict(position) if isinstance(position, DataPosition) else dict(position)
+        write_json(staging / POSITION_FILE, record)
+    if side_folder is not None and side_folder.is_dir():
+        shutil.copytree(side_folder, staging / SIDE_FOLDER)
+
+
+def _digests(flat: Mapping[str, Any]) -> dict[str, str]:
+    """A digest per value that DCP stores once although every rank has it: plain values and small plain tensors."""
+    return {fqn: _digest(value) for fqn, value in flat.items() if not isinstance(value, DTensor)}
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value) if isinstance(value, int | float | str | bytes | bool | None) else type(value).__name__
+    content = ""
+    if value.device.type != "meta" and 0 < value.nbytes <= _MAX_COMPARED_BYTES:
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        content = hashlib.sha256(raw.data).hexdigest()
+    return f"{value.dtype} {list(value.shape)} {content}"
+
+
+def _check_same_values(digests: Sequence[Mapping[str, str]]) -> None:
+    seen: dict[str, set[str]] = {}
+    for of_rank in digests:
+        for fqn, digest in of_rank.items():
+            seen.setdefault(fqn, set()).add(digest)
+    differing = {fqn for fqn, values in seen.items() if len(values) > 1}
+    if differing:
+        raise MismatchError(
+            f"the ranks hold different values under one name, and only one would be kept: {name_some(differing)}",
+            hint="put the rank into the name, or give all ranks the same value",
+        )
+
+
+@contextlib.contextmanager
+def _write_errors(action: str) -> Iterator[None]:
+    """A failed write is a DistributedError, whatever class its cause has."""
+    try:
+        yield
+    except DistributedError:
+        raise
+    except CkptoolError as error:
+        raise DistributedError(f"{action} failed: {error}", error.hint) from error
+
+
+@contextlib.contextmanager
+def _quiet_alone() -> Iterator[None]:
+    """DCP warns when it runs without a process group; here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,101 @@
+"""Steps that all ranks take together and agree on: one rank's error becomes every rank's error, at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckptool import errors
+from ckptool.errors import CkptoolError, DistributedError
+from ckptool.storage.files import explain_os_error
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank tells the others of its error: plain strings, which always survive the journey."""
+
+    rank: int
+    kind: str
+    message: str
+    hint: str = ""
+
+
+class Ranks:
+    """The ranks of a process group; a single process when torch.distributed is not initialised."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if self.is_distributed else 0
+        self.world_size = dist.get_world_size(group) if self.is_distributed else 1
+
+    def gather(self, value: Value, action: str) -> list[Value]:
+        """Every rank's value, in rank order, on every rank. Raises DistributedError when a rank is gone."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self.lost_contact(action):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, action: str, step: Callable[[], Value]) -> Value:
+        """Take `step` on every rank and return its own result; when any failed, raise the first one's error on all."""
+        value, failure = self._attempt(step)
+        self._raise_first([f for f in self.gather(failure, action) if f is not None], action)
+        return value  # type: ignore[return-value]
+
+    def on_first(self, action: str, step: Callable[[], Value]) -> Value:
+        """Take `step` on rank 0 alone; its result, or its error, is every rank's."""
+        value, failure = self._attempt(step) if self.rank == 0 else (None, None)
+        value, failure = self.gather((value, failure), action)[0]
+        self._raise_first([failure] if failure is not None else [], action)
+        return value  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def lost_contact(self, action: str) -> Iterator[None]:
+        """Turn the transport's complaints about a rank that is gone into a DistributedError."""
+        try:
+            yield
+        except RuntimeError as error:
+            cause = str(error).strip().partition("\n")[0]
+            raise DistributedError(f"{action}: rank {self.rank} lost contact with another rank ({cause})") from error
+
+    @contextlib.contextmanager
+    def dcp_step(self, action: str) -> Iterator[None]:
+        """Around a call of torch's DCP, which has its own way to share errors: name the origin rank and the cause.
+
+        An error of ours keeps its class; any other becomes a DistributedError.
+        """
+        try:
+            with self.lost_contact(action):
+                yield
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+            hint = cause.hint if isinstance(cause, CkptoolError) else ""
+            self._raise_first([Failure(rank, type(cause).__name__, str(cause), hint)], action)
+
+    def _attempt(self, step: Callable[[], Value]) -> tuple[Value | None, Failure | None]:
+        try:
+            return step(), None
+        except OSError as error:
+            explained = explain_os_error(error, error.filename or "")
+            return None, Failure(self.rank, type(explained).__name__, str(explained), explained.hint)
+        except Exception as error:
+            return None, Failure(self.rank, type(error).__name__, str(error), getattr(error, "hint", ""))
+
+    def _raise_first(self, failures: list[Failure], action: str) -> None:
+        if not failures:
+            return
+        first = failures[0]
+        kind = getattr(errors, first.kind, None)
+        if isinstance(kind, type) and issubclass(kind, CkptoolError):
+            everywhere = len(failures) == self.world_size
+            raise kind(first.message if everywhere else f"rank {first.rank}: {first.message}", first.hint)
+        raise DistributedError(f"{action} failed on rank {first.rank}: {first.kind}: {first.message}", first.hint)
