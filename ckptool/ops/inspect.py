@@ -25,14 +25,15 @@ def inspect(name: str, *, root: Path | None = None, keys: str = "*") -> Result:
     """
     path = runs.resolve(name, root)
     manifest = read_manifest(path)
+    files = _files(manifest)
     details = {
         "num_tensors": len(manifest.tensors),
-        "num_chunks": manifest.num_chunks,
+        "num_chunks": sum(file["num_chunks"] for file in files),
         "num_bytes": manifest.num_bytes,
         "dtypes": _dtypes(manifest),
         "tensors": [_tensor(t, manifest) for fqn, t in manifest.tensors.items() if fnmatch.fnmatchcase(fqn, keys)],
         "objects": sorted(fqn for fqn in manifest.objects if fnmatch.fnmatchcase(fqn, keys)),
-        "files": _files(manifest),
+        "files": files,
         "provenance": manifest.provenance.to_json() if manifest.provenance else None,
         "data_position": _data_position(path),
     }
