@@ -58,7 +58,7 @@ def _stream(
 
 
 def _convert(item: PlanItem, transform: Transform, source: Source, sink: Sink, report: Progress | None) -> None:
-    tensors = {fqn: _read_whole(source, fqn, item.targets[0].dtype) for fqn in item.sources}
+    tensors = {fqn: read_whole(source, fqn, item.targets[0].dtype) for fqn in item.sources}
     made = transform(tensors)
     del tensors
     _check_made(item.targets, made)
@@ -73,7 +73,8 @@ def _convert(item: PlanItem, transform: Transform, source: Source, sink: Sink, r
                 report(len(data))
 
 
-def _read_whole(source: Source, fqn: str, dtype: str) -> torch.Tensor:
+def read_whole(source: Source, fqn: str, dtype: str) -> torch.Tensor:
+    """One whole tensor, cast to `dtype`."""
     stored = source.manifest.tensors[fqn]
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     if tensor.numel():

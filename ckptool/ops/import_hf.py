@@ -66,7 +66,7 @@ def import_hf(
         return import_through_transformers(located, target, cast, dry_run=dry_run, progress=progress)
 
     with contextlib.closing(HfSource(located.path)) as source:
-        names = _name_tensors(located.path, source, cast)
+        names = name_tensors(located.path, source, cast)
         side = side_files(source.folder)
         plan = plan_conversion(
             "import-hf",
@@ -91,7 +91,7 @@ def import_hf(
     return Result("import-hf", str(target), plan, True, time.monotonic() - start, notes)
 
 
-def _name_tensors(path: Path, source: HfSource, cast: str | None) -> NamePlan:
+def name_tensors(path: Path, source: HfSource, cast: str | None) -> NamePlan:
     from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
 
     config = read_config(source.folder)

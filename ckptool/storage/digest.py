@@ -1,0 +1,147 @@
+"""Digests of tensors that don't depend on how they are stored, and of files.
+
+A tensor's digest must come out the same from one process, from 64 ranks that each hold some rows, and from a GPU that
+never shows its bytes to the CPU. A hash of a byte stream can't do that; a sum can. With the tensor's elements in C
+order as little-endian bytes, zero-padded to 64-bit words w_0, w_1, ..., lane l of the digest is
+
+    D_l = sum over k of  w_k * P_l(k >> 16) * Q_l(k & 0xFFFF)   modulo 2**64
+
+where P and Q are odd 64-bit numbers drawn from BLAKE3. Any part of the tensor gives its own sum, in any order, and the
+sums add up. An odd factor loses no bit, so a change within one word always changes both lanes; any other accidental
+change goes unseen with probability of about 2**-128. It is no defence against a forger: files have BLAKE3 for that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from ckptool.core.box import Box
+from ckptool.errors import DamagedError
+from ckptool.storage.files import os_errors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ALGORITHM = "sum64x2"
+WORD_BYTES = 8
+BLOCK_WORDS = 1 << 16
+_LANES = 2
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """The two lanes. Digests of disjoint parts of one tensor add up to the digest of their union."""
+
+    lanes: tuple[int, int] = (0, 0)
+
+    def __add__(self, other: TensorDigest) -> TensorDigest:
+        return TensorDigest(((self.lanes[0] + other.lanes[0]) & _MASK, (self.lanes[1] + other.lanes[1]) & _MASK))
+
+    def __str__(self) -> str:
+        return f"{self.lanes[0]:016x}{self.lanes[1]:016x}"
+
+    @classmethod
+    def parse(cls, text: Any, location: str) -> TensorDigest:
+        """Read `str(digest)` back. Raises DamagedError when it isn't one."""
+        if not isinstance(text, str) or len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+            raise DamagedError(f"{location}: not a tensor digest: {text!r}")
+        return cls((int(text[:16], 16), int(text[16:], 16)))
+
+
+def digest_run(data: memoryview, start_bytes: int) -> TensorDigest:
+    """The sum over a contiguous run of a tensor's bytes that begins at `start_bytes` of the flattened tensor."""
+    import numpy as np
+
+    if not data:
+        return TensorDigest()
+    lanes = [0] * _LANES
+    first_word, lead = divmod(start_bytes, WORD_BYTES)
+    body = memoryview(data).cast("B")
+    if lead:
+        head, body = body[: WORD_BYTES - lead], body[WORD_BYTES - lead :]
+        _add_word(lanes, first_word, int.from_bytes(head, "little") << (8 * lead))
+        first_word += 1
+    num_words, tail_bytes = divmod(len(body), WORD_BYTES)
+    if tail_bytes:
+        tail = body[num_words * WORD_BYTES :]
+        _add_word(lanes, first_word + num_words, int.from_bytes(tail, "little"))
+    words = np.frombuffer(body[: num_words * WORD_BYTES], dtype="<u8")
+    for block, column, piece in _blocks(first_word, words):
+        for lane in range(_LANES):
+            inner = int(np.dot(piece, inner_factors(lane)[column : column + len(piece)]))
+            lanes[lane] = (lanes[lane] + inner * outer_factor(lane, block)) & _MASK
+    return TensorDigest((lanes[0], lanes[1]))
+
+
+def digest_box(data: memoryview, box: Box, shape: tuple[int, ...], itemsize_bytes: int) -> TensorDigest:
+    """The sum over a box of a tensor of `shape`; `data` holds the box's elements in C order."""
+    data = memoryview(data).cast("B")
+    if box.is_contiguous_in(shape):
+        return digest_run(data, box.flat_start(shape) * itemsize_bytes)
+    total = TensorDigest()
+    position = 0
+    for run in contiguous_runs(box, shape):
+        num_bytes = run.num_elements * itemsize_bytes
+        total += digest_run(data[position : position + num_bytes], run.flat_start(shape) * itemsize_bytes)
+        position += num_bytes
+    return total
+
+
+def contiguous_runs(box: Box, shape: tuple[int, ...]) -> Iterable[Box]:
+    """Cut a box into the boxes, in C order, that are each contiguous in a tensor of `shape`."""
+    if box.is_contiguous_in(shape):
+        yield box
+        return
+    dim = next(d for d, size in enumerate(box.sizes) if size != 1)
+    for index in range(box.sizes[dim]):
+        offsets = (*box.offsets[:dim], box.offsets[dim] + index, *box.offsets[dim + 1 :])
+        yield from contiguous_runs(Box(offsets, (*box.sizes[:dim], 1, *box.sizes[dim + 1 :])), shape)
+
+
+def digest_file(path: Path, piece_bytes: int = 1 << 20) -> str:
+    """BLAKE3 of a file's bytes, in hex."""
+    hasher = blake3()
+    buffer = bytearray(piece_bytes)
+    with os_errors(path), path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            hasher.update(memoryview(buffer)[:count])
+    return hasher.hexdigest()
+
+
+@functools.cache
+def inner_factors(lane: int) -> np.ndarray:
+    """Q_lane: BLOCK_WORDS odd 64-bit numbers, little-endian from BLAKE3's output stream."""
+    import numpy as np
+
+    stream = blake3(f"ckptool {ALGORITHM} inner {lane}".encode()).digest(length=BLOCK_WORDS * WORD_BYTES)
+    return np.frombuffer(stream, dtype="<u8") | np.uint64(1)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def outer_factor(lane: int, block: int) -> int:
+    """P_lane(block): an odd 64-bit number."""
+    return int.from_bytes(blake3(f"ckptool {ALGORITHM} outer {lane} {block}".encode()).digest(length=8), "little") | 1
+
+
+def _blocks(first_word: int, words: np.ndarray) -> Iterable[tuple[int, int, np.ndarray]]:
+    """Cut the words at block borders: (block number, column of the first word in it, words)."""
+    done = 0
+    while done < len(words):
+        block, column = divmod(first_word + done, BLOCK_WORDS)
+        count = min(BLOCK_WORDS - column, len(words) - done)
+        yield block, column, words[done : done + count]
+        done += count
+
+
+def _add_word(lanes: list[int], position: int, word: int) -> None:
+    block, column = divmod(position, BLOCK_WORDS)
+    for lane in range(_LANES):
+        factor = int(inner_factors(lane)[column]) * outer_factor(lane, block)
+        lanes[lane] = (lanes[lane] + word * factor) & _MASK
