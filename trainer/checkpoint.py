@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -101,10 +102,11 @@ def _resumed(config: TrainConfig) -> Origin | None:
     latest = ckptool.find_latest(config.root)
     if latest is not None:
         return _open(latest.path, is_resume=True, passed_over=tuple(latest.passed_over))
-    if any(config.root.glob("step-*")):
+    broken = [s for s in ckptool.list_checkpoints(config.root) if re.fullmatch(r"step-\d+", s.name)]
+    if broken:
         raise DamagedError(
-            f"{config.root} has checkpoints, but none is complete",
-            hint="ckptool ls says what is wrong; move them away, or choose another --root, to begin anew",
+            f"no checkpoint under {config.root} is complete: {'; '.join(f'{s.name}: {s.reason}' for s in broken[-3:])}",
+            hint="to begin anew, move them away or choose another --root",
         )
     return None
 
@@ -136,7 +138,7 @@ def load_weights(state: TrainingState, origin: Origin, log: Log) -> None:
     if list(origin.stored_dtypes) != wanted:
         log.say(f"weights stored as {', '.join(origin.stored_dtypes)} are trained as {', '.join(wanted)}")
     weights = {"model": model_state(state.model, state.ties)}
-    ckptool.load(weights, origin.path, allow_cast=True, ignore=("optim", "step", "data"))
+    ckptool.load(weights, origin.path, allow_cast=True)
 
 
 def resume(state: TrainingState, origin: Origin, log: Log) -> None:
@@ -165,6 +167,7 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
         step=state.step,
         world_size=ranks.world_size,
         mesh={MESH_AXIS: ranks.world_size},
+        ties=state.ties,
         libraries={"torch": torch.__version__, "transformers": transformers.__version__},
     )
     ties = {f"model.{alias}": f"model.{canonical}" for alias, canonical in state.ties.items()}

@@ -58,7 +58,9 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     type=click.Choice(["cosine", "linear", "constant"]),
     default="cosine",
 )
-@_option("--weight-decay", "AdamW weight decay of tensors with two or more dims.", type=click.FloatRange(0), default=0.1)
+@_option(
+    "--weight-decay", "AdamW weight decay of tensors with two or more dims.", type=click.FloatRange(0), default=0.1
+)
 @_option("--grad-clip", "Largest gradient norm; 0 doesn't clip.", type=click.FloatRange(0), default=1.0)
 @_option("--save-every", "Steps between checkpoints; 0 saves at the end only.", type=click.IntRange(0), default=500)
 @_option(
@@ -85,7 +87,9 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default="none",
 )
 @_option("--compile/--no-compile", "torch.compile each block.", default=False)
-@_option("--log-every", "Steps between progress lines (metrics.jsonl has every step).", type=click.IntRange(1), default=10)
+@_option(
+    "--log-every", "Steps between progress lines (metrics.jsonl has every step).", type=click.IntRange(1), default=10
+)
 @_option(
     "--param-dtype",
     "Dtype of the trained weights and optimizer state; keep: as stored.",
@@ -93,7 +97,10 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default="fp32",
 )
 @_option(
-    "--compute-dtype", "Dtype of the forward and backward pass.", type=click.Choice(["bf16", "fp32"]), default="bf16"
+    "--compute-dtype",
+    "Dtype of the forward and backward pass; auto: bf16 on cuda, fp32 on cpu (bf16 is ten times slower on most CPUs).",
+    type=click.Choice(["auto", "bf16", "fp32"]),
+    default="auto",
 )
 @_option("--log-samples/--no-log-samples", "Append every step's window numbers to samples.jsonl.", default=False)
 def command(data: tuple[str, ...], more_data: tuple[str, ...], **options: Any) -> None:
@@ -127,8 +134,9 @@ def main() -> NoReturn:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of a communicator whose peers are gone may wait for ever: after an error, don't wait for them.
-    os._exit(code) if code else sys.exit(0)
+    if code:
+        os._exit(code)  # threads of a communicator whose peers are gone may never end: don't wait for them
+    sys.exit(0)
 
 
 def _report(error: CkptoolError) -> int:
@@ -144,4 +152,3 @@ def _report(error: CkptoolError) -> int:
 def _quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -151,6 +151,7 @@ def _documents(files: list[TextFile], cache: Path) -> Iterator[str]:
     """Every non-empty document in file order: a whole text file, or a row's `text` field."""
     import datasets
 
+    datasets.disable_progress_bars()
     for builder, group in itertools.groupby(files, key=lambda file: file.builder):
         names = [str(file.path) for file in group]
         options = {"sample_by": "document", "encoding_errors": "replace"} if builder == "text" else {}

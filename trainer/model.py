@@ -1,4 +1,4 @@
-"""The model: built without a byte of weights, then given memory, ties and buffers. Its weights come from a checkpoint."""
+"""The model: built without a byte of weights, then given memory, ties and buffers. A checkpoint brings its weights."""
 
 from __future__ import annotations
 

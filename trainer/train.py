@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from typing import cast
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from ckptool import CkptoolError, DataPosition
 from trainer import checkpoint, parallel
@@ -29,7 +31,10 @@ from trainer.schedule import learning_rate
 
 
 def train(config: TrainConfig) -> None:
-    """Train to `config.steps`, saving on the way. Every rank calls this; a CkptoolError is what a person should read."""
+    """Train to `config.steps`, saving on the way. Every rank calls this.
+
+    Raises CkptoolErrors for all that a person can put right.
+    """
     with parallel.joined_ranks(config.device) as ranks:
         log = Log(config.root, ranks.rank)
         config.check(ranks.world_size)
@@ -51,8 +56,8 @@ def train(config: TrainConfig) -> None:
         else:
             checkpoint.load_weights(state, origin, log)
         log.say(
-            f"{ranks.world_size} ranks on {ranks.device.type}, {windows.num_units:,} windows of {config.seq_len} tokens, "
-            f"step {state.step} of {config.steps}, {state.position.consumed:,} windows trained"
+            f"world size {ranks.world_size} on {ranks.device.type}, {windows.num_units:,} windows of {config.seq_len} "
+            f"tokens, step {state.step} of {config.steps}, {state.position.consumed:,} windows trained"
         )
         run_steps(config, ranks, origin, state, windows, log)
 
@@ -68,8 +73,7 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     if config.compile:
         for block in blocks:
             block.compile()
-    compute_dtype = torch.bfloat16 if config.compute_dtype == "bf16" else torch.float32
-    parallel.shard(model, blocks, ranks.mesh, compute_dtype)
+    parallel.shard(model, blocks, ranks.mesh, compute_dtype(config.compute_dtype, ranks.device))
     materialize(model, ranks.device, ties)
     parameters = {name: p for name, p in named_parameters(model).items() if name not in ties}
     optimizer = build_optimizer(parameters, config.lr, config.weight_decay)
@@ -95,7 +99,7 @@ def run_steps(
         grad_norm = clip_gradients(state, config.grad_clip)
         if not torch.isfinite(grad_norm):
             raise CkptoolError(
-                f"step {state.step + 1}: loss {ranks.sum(loss):g}, gradient norm {grad_norm:g}; stopped before the update",
+                f"step {state.step + 1}: loss {ranks.sum(loss):g}, gradient norm {grad_norm:g}; not applied",
                 hint="lower --lr, or --resume from an earlier checkpoint",
             )
         state.optimizer.step()
@@ -155,7 +159,14 @@ def forward_backward(
 def clip_gradients(state: TrainingState, max_norm: float) -> torch.Tensor:
     """Scale the gradients down to `max_norm` (0: leave them); returns their global norm before."""
     norm = torch.nn.utils.clip_grad_norm_(state.parameters().values(), max_norm or float("inf"))
-    return norm.full_tensor() if isinstance(norm, torch.distributed.tensor.DTensor) else norm
+    return cast(DTensor, norm).full_tensor()
+
+
+def compute_dtype(option: str, device: torch.device) -> torch.dtype:
+    """The dtype of activations and gradients; weights and the reduction of gradients keep theirs."""
+    if option == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[option]
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:

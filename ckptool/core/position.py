@@ -1,8 +1,8 @@
 """DataPosition: where training stands in its data, as one integer over a pure order.
 
 Units (windows of tokens) are numbered g = 0, 1, 2, ... without end: unit g is place `g % num_units` of epoch
-`g // num_units`. `consumed` says how many of them were trained; the end of an epoch is not a state. Neither the world size nor the
-batch size is part of the position, so both may change at any step.
+`g // num_units`. `consumed` says how many of them were trained; the end of an epoch is not a state. Neither the world
+size nor the batch size is part of the position, so both may change at any step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DataPosition:
         return replace(self, consumed=record.consumed)
 
     def cursor(self) -> list[int]:
-        """The position's numbers as stored in `data.cursor`: consumed, order version, then zeros; CURSOR_LENGTH in all."""
+        """The numbers stored in `data.cursor`: consumed, order version, then zeros; CURSOR_LENGTH in all."""
         return [self.consumed, self.order_version] + [0] * (CURSOR_LENGTH - 2)
 
     def to_json(self) -> str:
@@ -70,7 +70,7 @@ class DataPosition:
 
     @classmethod
     def from_json(cls, text: str, location: str) -> DataPosition:
-        """Parse `to_json`'s text. Raises DamagedError, naming `location`, when a field is missing or of another type."""
+        """Parse `to_json`'s text. Raises DamagedError, naming `location`, for a missing or mistyped field."""
         try:
             record = json.loads(text)
             position = cls(**{f.name: record[f.name] for f in fields(cls)})
