@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def _show(result: Result, limit: int | None) -> None:
     _show_table(["OBJECT"], [[fqn] for fqn in facts["objects"]], limit)
 
 
-def _show_origin(facts: dict[str, Any]) -> None:
+def _show_origin(facts: Mapping[str, Any]) -> None:
     provenance = facts["provenance"]
     if provenance is None:
         line("no ckptool.json: written by something else")

@@ -31,7 +31,7 @@ SAVE_EVERY, KILLED_AFTER, STEPS_ON_THREE, STEPS = 3, 5, 6, 8
 TEXT_BYTES = 1_000_000
 KILL_LIMIT_SECONDS = 180
 TRAINER = shlex.split(
-    f"-m trainer --init-from {MODEL} --data text --seq-len 64 --global-batch-size 6 "
+    f"-m trainer --init-from {MODEL} --data text --seq-len 32 --global-batch-size 6 --micro-batch-size 3 "
     f"--lr 1e-5 --schedule constant --save-every {SAVE_EVERY} --log-every 1 --log-samples"
 )
 
