@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -48,14 +48,17 @@ class Ranks:
     def agree(self, action: str, step: Callable[[], Value]) -> Value:
         """Take `step` on every rank and return its own result; when any failed, raise the first one's error on all."""
         value, failure = self._attempt(step)
-        self._raise_first([f for f in self.gather(failure, action) if f is not None], action)
+        failures = [f for f in self.gather(failure, action) if f is not None]
+        if failures:
+            _raise(failures[0], action, name_rank=len(failures) < self.world_size)
         return value  # type: ignore[return-value]
 
     def on_first(self, action: str, step: Callable[[], Value]) -> Value:
         """Take `step` on rank 0 alone; its result, or its error, is every rank's."""
         value, failure = self._attempt(step) if self.rank == 0 else (None, None)
         value, failure = self.gather((value, failure), action)[0]
-        self._raise_first([failure] if failure is not None else [], action)
+        if failure is not None:
+            _raise(failure, action, name_rank=False)
         return value  # type: ignore[return-value]
 
     @contextlib.contextmanager
@@ -79,7 +82,7 @@ class Ranks:
         except CheckpointException as error:
             rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
             hint = cause.hint if isinstance(cause, CkptoolError) else ""
-            self._raise_first([Failure(rank, type(cause).__name__, str(cause), hint)], action)
+            _raise(Failure(rank, type(cause).__name__, str(cause), hint), action, name_rank=True)
 
     def _attempt(self, step: Callable[[], Value]) -> tuple[Value | None, Failure | None]:
         try:
@@ -90,12 +93,10 @@ class Ranks:
         except Exception as error:
             return None, Failure(self.rank, type(error).__name__, str(error), getattr(error, "hint", ""))
 
-    def _raise_first(self, failures: list[Failure], action: str) -> None:
-        if not failures:
-            return
-        first = failures[0]
-        kind = getattr(errors, first.kind, None)
-        if isinstance(kind, type) and issubclass(kind, CkptoolError):
-            everywhere = len(failures) == self.world_size
-            raise kind(first.message if everywhere else f"rank {first.rank}: {first.message}", first.hint)
-        raise DistributedError(f"{action} failed on rank {first.rank}: {first.kind}: {first.message}", first.hint)
+
+def _raise(failure: Failure, action: str, name_rank: bool) -> NoReturn:
+    """Raise what happened on another rank: our own errors as what they are, any other as a DistributedError."""
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, CkptoolError):
+        raise kind(f"rank {failure.rank}: {failure.message}" if name_rank else failure.message, failure.hint)
+    raise DistributedError(f"{action} failed on rank {failure.rank}: {failure.kind}: {failure.message}", failure.hint)
