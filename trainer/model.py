@@ -46,8 +46,14 @@ def ties_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Make every block keep only its input, and recompute itself in the backward pass."""
-    for name, block in named_blocks(model).items():
+    """Make every block keep only its input, and recompute itself in the backward pass.
+
+    Raises UnsupportedError when the model doesn't say what its blocks are.
+    """
+    blocks = named_blocks(model)
+    if not blocks:
+        raise UnsupportedError(f"{type(model).__name__} names no blocks", hint="--activation-checkpointing none")
+    for name, block in blocks.items():
         parent = model.get_submodule(name.rpartition(".")[0])
         setattr(parent, name.rpartition(".")[2], checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT))
 

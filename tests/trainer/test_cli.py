@@ -1,0 +1,117 @@
+"""The trainer's command line: the TOML file, the options' checks, one line for an error."""
+
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+
+from ckptool import NotFoundError, UsageError
+from tests.trainer.tiny import tiny_config
+from trainer.cli import command
+from trainer.config import TrainConfig, read_defaults
+from trainer.schedule import learning_rate
+
+STABLE_NAMES = {
+    *("--config", "--init-from", "--data", "--seq-len", "--global-batch-size", "--micro-batch-size", "--steps", "--lr"),
+    *("--warmup-steps", "--schedule", "--weight-decay", "--grad-clip", "--save-every", "--root", "--resume", "--seed"),
+    *("--device", "--activation-checkpointing", "--compile", "--log-every"),
+}
+
+
+def parse(*arguments):
+    """The parameters that the command would run with."""
+    context = command.make_context("trainer", list(arguments))
+    return context.params
+
+
+def trainer(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *arguments],
+        capture_output=True,
+        check=False,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_every_option_is_there_with_a_help_text():
+    options = {name: p for p in command.params if isinstance(p, click.Option) for name in p.opts}
+    assert STABLE_NAMES <= set(options)
+    assert all(option.help for option in options.values())
+
+
+def test_options_are_exactly_the_fields_of_the_config():
+    params = {p.name for p in command.params} - {"config", "more_data"}
+    assert params == set(TrainConfig.__dataclass_fields__)
+
+
+def test_the_file_gives_defaults_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('steps = 7\nseq-len = 64\ndata = "text"\nschedule = "linear"\n')
+    values = parse("--config", str(file), "--seq-len", "32")
+    assert (values["steps"], values["seq_len"], values["data"], values["schedule"]) == (7, 32, ("text",), "linear")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("stepz = 3", "unknown option stepz"), ("steps = ", "run.toml: "), ("config = 'x'", "config")]
+)
+def test_a_file_with_an_unknown_key_or_bad_syntax_is_refused(tmp_path, text, message):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_defaults(tmp_path / "run.toml", {"steps"})
+    with pytest.raises(NotFoundError):
+        read_defaults(tmp_path / "other.toml", {"steps"})
+
+
+def test_several_data_paths_follow_one_option_or_several():
+    values = parse("--steps", "1", "--data", "a", "b", "--data", "c")
+    assert (*values["data"], *values["more_data"]) == ("a", "c", "b")
+
+
+def test_values_that_can_not_be_are_refused():
+    for arguments in (["--steps", "0"], ["--steps", "1", "--seq-len", "0"], ["--steps", "1", "--schedule", "x"], []):
+        with pytest.raises(click.UsageError):
+            parse(*arguments)
+
+
+def test_more_ranks_than_windows_in_a_step_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="7 ranks can't share a global batch of 6"):
+        tiny_config(tmp_path).check(world_size=7)
+    with pytest.raises(UsageError, match="no training data"):
+        tiny_config(tmp_path, data=()).check(world_size=1)
+
+
+def test_saves_fall_on_multiples_and_on_the_end(tmp_path):
+    assert tiny_config(tmp_path, steps=10, save_every=4).saves_from(4) == [8, 10]
+    assert tiny_config(tmp_path, steps=10, save_every=0).saves_from(0) == [10]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8535533905932737, 0.5, 0.1464466094067262]),
+    ],
+)
+def test_the_learning_rate_rises_and_falls(schedule, rates):
+    computed = [learning_rate(n, peak=1.0, warmup_steps=2, steps=6, schedule=schedule) for n in range(6)]
+    assert computed == pytest.approx(rates)
+
+
+def test_help_needs_no_torch():
+    code = "import sys, trainer.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_error_is_one_line_a_hint_and_its_exit_code(tmp_path):
+    done = trainer("--steps", "1", "--data", str(tmp_path), "--root", str(tmp_path), "--device", "cpu")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: nothing to resume under {tmp_path}, and no --init-from",
+        "hint: ckptool import-hf MODEL, then --init-from with its name",
+    ]
+    (tmp_path / "run.toml").write_text("stepz = 1")
+    assert trainer("--config", str(tmp_path / "run.toml")).returncode == 2

@@ -1,0 +1,109 @@
+"""The main promise: kills and changes of world size neither repeat nor skip a sample, nor bend the training."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.spawn import run_ranks
+from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
+from trainer.train import train
+
+STEPS = 40
+BATCH = 6
+
+
+def train_on_rank(rank: int, root: Path, changes: dict) -> None:
+    train(tiny_config(root, **changes))
+
+
+def run_on(world_size: int, root: Path, **changes) -> list[dict]:
+    run_ranks(world_size, train_on_rank, root, changes)
+    return read_lines(root / "metrics.jsonl")
+
+
+def copy_root(pristine: Path, target: Path) -> Path:
+    return Path(shutil.copytree(pristine, target))
+
+
+def write_config(root: Path, **changes) -> Path:
+    """A TOML file with the settings of `tiny_config`."""
+    names = ["seq_len", "global_batch_size", "micro_batch_size", "lr", "warmup_steps", "log_samples", "device"]
+    config = tiny_config(root, **changes)
+    settings = {name: getattr(config, name) for name in [*names, "steps", "save_every", "schedule"]}
+    settings |= {"init-from": "base", "data": [str(root / "text")], "root": str(root)}
+    path = root / "run.toml"
+    path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+    return path
+
+
+def start_two_ranks(config: Path) -> list[subprocess.Popen]:
+    """What torchrun starts, started by us, so that every process id is ours to kill."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "trainer", "--config", str(config)]
+    return [
+        subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
+        for rank in range(2)
+    ]
+
+
+def kill_after_step(processes: list[subprocess.Popen], metrics: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert all(process.poll() is None for process in processes), "a rank ended before it could be killed"
+        assert time.monotonic() < deadline, "the run never came this far"
+        time.sleep(0.01)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait()
+
+
+def test_kills_and_world_sizes_leave_the_sequence_of_samples_and_the_losses_alone(pristine, tmp_path):
+    smooth = copy_root(pristine, tmp_path / "smooth")
+    whole = run_on(2, smooth, steps=STEPS, schedule="constant")
+
+    rough = copy_root(pristine, tmp_path / "rough")
+    config = write_config(rough, steps=STEPS, save_every=13, schedule="constant")
+    kill_after_step(start_two_ranks(config), rough / "metrics.jsonl", step=15)
+    assert (rough / "step-13").exists()
+    assert not (rough / "step-26").exists()
+    run(rough, steps=22, schedule="constant")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "trainer"]
+    subprocess.run([*torchrun, "--config", str(config), "--save-every", "0"], check=True)
+
+    assert surviving_samples(smooth) == surviving_samples(rough) == list(range(STEPS * BATCH))
+    lines = {line["step"]: line for line in read_lines(rough / "metrics.jsonl")}
+    assert [lines[step]["world_size"] for step in range(1, STEPS + 1)] == [2] * 13 + [1] * 9 + [3] * 18
+    assert [lines[step]["consumed"] for step in range(1, STEPS + 1)] == [BATCH * step for step in range(1, STEPS + 1)]
+    for step, line in lines.items():
+        assert line["loss"] == pytest.approx(whole[step - 1]["loss"], rel=2e-3)
+        assert line["grad_norm"] == pytest.approx(whole[step - 1]["grad_norm"], rel=2e-2)
+
+
+def test_four_ranks_that_do_not_divide_the_batch_train_as_one(pristine, tmp_path):
+    """With 6 windows on 4 ranks two ranks have one window less, and fill up with dummies of no weight."""
+    alone = run(copy_root(pristine, tmp_path / "one"), steps=6, micro_batch_size=1)
+    root = copy_root(pristine, tmp_path / "four")
+    shared = run_on(4, root, steps=6, micro_batch_size=1)
+    assert surviving_samples(root) == list(range(36))
+    for one, four in zip(alone, shared, strict=True):
+        assert four["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+
+
+def test_rank_0_fails_alone_and_every_rank_hears_why(pristine, tmp_path):
+    root = copy_root(pristine, tmp_path / "root")
+    shutil.rmtree(root / "text")
+    with pytest.raises(RuntimeError, match="NotFoundError: no training text at"):
+        run_on(2, root)
