@@ -10,6 +10,7 @@ import pathlib
 from typing import Any
 
 from ckptool.core.dtypes import ITEMSIZE_BYTES
+from ckptool.errors import UnsafeError
 from ckptool.storage.safe_pickle import FrozenType, Globals
 
 
@@ -86,6 +87,14 @@ class Ignored(metaclass=FrozenType):
         return None
 
 
+class EnumMember(metaclass=FrozenType):
+    """getattr as Python 3.11.0 to 3.11.3 pickle an enum member with it: of a memory format, and of nothing else."""
+
+    def __new__(cls, kind: Any, name: Any) -> Any:
+        if kind is not Ignored:
+            raise UnsafeError("the metadata wants to use getattr, which a checkpoint never needs; nothing was run")
+
+
 class OrderedDict(metaclass=FrozenType):
     def __new__(cls, items: Any = ()) -> Any:
         return dict(items)
@@ -133,8 +142,8 @@ METADATA_GLOBALS: Globals = {
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
     ("collections", "OrderedDict"): OrderedDict,
-    ("copyreg", "_reconstructor"): Rebuild,
-    ("builtins", "object"): Ignored,
-    # Python 3.11.0 to 3.11.3 pickle an enum member as getattr(its class, its name); here it is only ever ignored.
-    ("builtins", "getattr"): Ignored,
+    # Protocols 0 to 2 write Python 2's module names.
+    **{(module, "_reconstructor"): Rebuild for module in ("copyreg", "copy_reg")},
+    **{(module, "object"): Ignored for module in ("builtins", "__builtin__")},
+    **{(module, "getattr"): EnumMember for module in ("builtins", "__builtin__")},
 }
