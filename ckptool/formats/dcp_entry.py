@@ -10,6 +10,7 @@ import io
 import math
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -137,16 +138,15 @@ def _read_archive(archive: zipfile.ZipFile, window: _Window, locator: Locator, n
     if len(pickles) != 1:
         raise DamagedError(f"{name}: the archive has {len(pickles)} data.pkl members, not one")
     prefix = pickles[0].removesuffix("data.pkl")
-    if f"{prefix}byteorder" in members and archive.read(f"{prefix}byteorder").strip() != b"little":
+    byteorder = members.get(f"{prefix}byteorder")
+    if byteorder is not None and _read_member(window, byteorder) != b"little":
         raise UnsupportedError(f"{name}: stored on a big-endian machine")
-    pickled = safe_pickle.load(archive.read(pickles[0]), _GLOBALS, name, _persistent_load)
+    pickled = safe_pickle.load(_read_member(window, members[pickles[0]]), _GLOBALS, name, _persistent_load)
     _check_pickled(pickled, name)
     member = members.get(f"{prefix}data/{pickled.storage[1]}")
     if member is None:
         raise DamagedError(f"{name}: the archive lacks its tensor's storage")
     start = _payload_start(window, member)
-    if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or member.file_size != member.compress_size:
-        raise DamagedError(f"{name}: the storage is compressed or encrypted")
     # The zip's directory comes after all members, so a payload that reaches into it is a lie.
     if start + member.file_size > archive.start_dir:
         raise DamagedError(f"{name}: the storage reaches beyond its archive")
@@ -189,8 +189,19 @@ def _check_extent(stored: StoredTensor, pickled: _Pickled, name: str) -> None:
             raise DamagedError(f"{name}: the tensor is larger than its storage")
 
 
+def _read_member(window: _Window, member: zipfile.ZipInfo) -> bytes:
+    """The content of a small member. zipfile itself would insist on checksums, which torch can be told not to write."""
+    window.seek(_payload_start(window, member))
+    content = window.read(member.file_size)
+    if member.CRC not in (0, zlib.crc32(content)):
+        raise zipfile.BadZipFile(f"{member.filename} has another checksum")
+    return content
+
+
 def _payload_start(window: _Window, member: zipfile.ZipInfo) -> int:
     """Where a member's bytes begin in the archive: after its local header, whose padding the directory doesn't know."""
+    if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or member.file_size != member.compress_size:
+        raise zipfile.BadZipFile(f"{member.filename} is compressed or encrypted")
     window.seek(member.header_offset)
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(window.read(_LOCAL_HEADER.size))
     if signature != b"PK\x03\x04" or window.read(name_bytes) != member.filename.encode():

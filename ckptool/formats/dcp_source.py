@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -156,8 +157,10 @@ def load_blob(blob: bytes, name: str) -> Any:
     try:
         return torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        cause = str(error).partition("Please file an issue")[0]
-        raise UnsafeError(f"{name} is more than plain data; nothing was run ({_one_line(cause)})") from error
+        # torch's message goes on with advice to load it unsafely, which is not passed on.
+        cause = re.search(r"Unsupported (?:global|operand|class)[^,]*?(?= was not|\n|$)", str(error))
+        what = f" ({cause[0]})" if cause else ""
+        raise UnsafeError(f"{name} is more than plain data; nothing was run{what}") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise DamagedError(f"{name} is damaged: {_one_line(str(error))}") from error
 
