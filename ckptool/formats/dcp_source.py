@@ -158,8 +158,8 @@ def load_blob(blob: bytes, name: str) -> Any:
         return torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # torch's message goes on with advice to load it unsafely, which is not passed on.
-        cause = re.search(r"Unsupported (?:global|operand|class)[^,]*?(?= was not|\n|$)", str(error))
-        what = f" ({cause[0]})" if cause else ""
+        culprit = re.search(r"GLOBAL (\S+)", str(error))
+        what = f" (it wants {culprit[1]})" if culprit else ""
         raise UnsafeError(f"{name} is more than plain data; nothing was run{what}") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise DamagedError(f"{name} is damaged: {_one_line(str(error))}") from error
