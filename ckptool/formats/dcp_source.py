@@ -154,6 +154,8 @@ def load_blob(blob: bytes, name: str) -> Any:
     """
     import torch
 
+    if not blob.startswith(b"PK"):
+        raise DamagedError(f"{name} is damaged: not a torch.save archive")
     try:
         return torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
