@@ -1,4 +1,4 @@
-"""Write docs/reference/cli.md from the commands themselves. `make docs` runs it; a test holds that the page is current."""
+"""Write docs/reference/cli.md from the commands themselves: `make docs`. A test holds that the page is current."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ PAGE = Path(__file__).with_name("cli.md")
 
 def render() -> str:
     """The whole page as Markdown."""
-    parts = ["# Command line", "<!-- Written by generate_cli.py; change the command's help instead. -->", description(cli)]
+    parts = [
+        "# Command line",
+        "<!-- Written by generate_cli.py; change the command's help instead. -->",
+        description(cli),
+    ]
     for name in sorted(cli.commands):
         parts += command_section(f"ckptool {name}", cli.commands[name])
     parts += ["## Exit codes", EPILOG.removeprefix("Exit codes: ").capitalize()]
