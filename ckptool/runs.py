@@ -70,7 +70,8 @@ def resolve(name: str | Path, root: Path | None = None) -> Path:
         return found
     if str(name) == "latest":
         return _resolve_latest(root)
-    inside = [path for place in places for path in checkpoints_inside(place)]
+    with os_errors(str(name)):
+        inside = [path for place in places for path in checkpoints_inside(place)]
     if inside:
         candidates = ", ".join(dict.fromkeys(str(path) for path in inside[:5]))
         raise NotFoundError(f"{name} is not a checkpoint, but has some inside", hint=f"did you mean {candidates}?")

@@ -22,7 +22,7 @@ from ckptool.storage import safe_pickle
 from ckptool.storage.files import RangeReader
 from ckptool.storage.safe_pickle import FrozenType
 
-_MAX_READ_BYTES = 1 << 20
+_MAX_READ_BYTES = 16 << 10  # far more than the description of one tensor takes
 _TAIL_BYTES = 2048
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 

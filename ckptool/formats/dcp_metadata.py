@@ -150,12 +150,14 @@ def _read_tensor(fqn: str, entry: stubs.TensorStorageMetadata, locators: _Locato
         boxes = [Box(chunk.offsets, chunk.sizes) for chunk in stored]
     except (AttributeError, TypeError) as error:
         raise DamagedError(f"{location}: tensor {fqn}: {error}") from error
-    if dtype not in ITEMSIZE_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE_BYTES:
         raise UnsupportedError(f"{location}: tensor {fqn} has the unknown dtype {dtype}")
     if not _is_shape(shape) or not all(_is_shape(box.offsets) and _is_shape(box.sizes) for box in boxes):
         raise DamagedError(f"{location}: tensor {fqn} has an impossible shape")
-    chunks = tuple(Chunk(box, _take(locators, fqn, box.offsets, location)) for box in boxes)
-    return TensorEntry(fqn, dtype, shape, chunks)
+    filled = {box: _take(locators, fqn, box.offsets, location) for box in boxes if box.num_elements}
+    # Ranks without rows leave empty chunks, which may share their offsets with each other or with a filled one.
+    chunks = (Chunk(box, filled.get(box) or locators.pop((fqn, box.offsets), None)) for box in boxes)
+    return TensorEntry(fqn, dtype, shape, tuple(chunks))
 
 
 def _is_shape(dims: Any) -> bool:
@@ -190,7 +192,7 @@ def _find_ties(tensors: Mapping[str, TensorEntry], provenance: Provenance | None
     aliases = {MODEL_PREFIX + name for name in provenance.ties} if provenance else set()
     groups: dict[tuple, list[str]] = {}
     for fqn, entry in tensors.items():
-        if entry.chunks:
+        if entry.num_elements:
             groups.setdefault((entry.dtype, entry.shape, entry.chunks), []).append(fqn)
     ties = {}
     for names in groups.values():

@@ -124,6 +124,12 @@ _RECORDS: tuple[type[Record], ...] = (
     TensorProperties,
 )
 
+#: Understood well enough to be refused by name.
+_OTHER_DTYPES = (
+    *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
+    *(f"{kind}{num_bits}" for kind in ("int", "uint") for num_bits in range(1, 8)),
+)
+
 METADATA_GLOBALS: Globals = {
     **{(module, record.__name__): record for module in _METADATA_MODULES for record in _RECORDS},
     **{
@@ -133,7 +139,7 @@ METADATA_GLOBALS: Globals = {
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
-    **{("torch", name): name for name in ITEMSIZE_BYTES},
+    **{("torch", name): name for name in (*ITEMSIZE_BYTES, *_OTHER_DTYPES)},
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): Ignored,
     **{

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.checkpoint import Manifest
-from ckptool.core.tensors import Locator, TensorEntry
+from ckptool.core.tensors import Chunk, Locator, TensorEntry
 from ckptool.errors import DamagedError, MismatchError
 from ckptool.formats.dcp_metadata import METADATA_FILE
 from ckptool.storage.files import os_errors
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def to_torch_metadata(manifest: Manifest) -> Metadata:
-    """The torch object that says the same as `manifest`, whose chunks all have locators."""
+    """The torch object that says the same as `manifest`. Every chunk needs a locator, but for empty ones."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
     entries: dict[str, Any] = {}
@@ -29,8 +29,9 @@ def to_torch_metadata(manifest: Manifest) -> Metadata:
         entries[fqn] = BytesStorageMetadata()
         places[MetadataIndex(fqn)] = _storage_info(item.locator, fqn)
     for fqn, entry in manifest.tensors.items():
-        entries[fqn] = _tensor_metadata(entry)
-        for i, chunk in enumerate(entry.chunks):
+        chunks = [chunk for chunk in entry.chunks if chunk.locator is not None or chunk.box.num_elements]
+        entries[fqn] = _tensor_metadata(entry, chunks)
+        for i, chunk in enumerate(chunks):
             places[MetadataIndex(fqn, chunk.box.offsets, i)] = _storage_info(chunk.locator, fqn)
     metadata = Metadata(entries, dict(manifest.paths), places, StorageMeta())
     stamp_version(metadata)
@@ -82,11 +83,11 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
         os.replace(temporary, folder / METADATA_FILE)
 
 
-def _tensor_metadata(entry: TensorEntry) -> Any:
+def _tensor_metadata(entry: TensorEntry, stored: Sequence[Chunk]) -> Any:
     import torch
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-    chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in entry.chunks]
+    chunks = [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in stored]
     return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
 
 

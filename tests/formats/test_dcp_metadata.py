@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import ckptool
 from ckptool.core.box import Box
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import Chunk, Locator, ObjectEntry, TensorEntry
-from ckptool.errors import DamagedError, NotFoundError
+from ckptool.errors import DamagedError, NotFoundError, UnsupportedError
 from ckptool.formats.dcp_metadata import read_manifest, read_provenance
 from ckptool.storage.files import write_json
 
@@ -148,6 +149,29 @@ def test_a_truncated_data_file_is_damaged(tmp_path: Path) -> None:
     with (folder / "__0_0.distcp").open("r+b") as file:
         file.truncate(2000)
     with pytest.raises(DamagedError, match=r"a lies at .* of __0_0\.distcp, which ends at 2000"):
+        read_manifest(folder)
+
+
+def test_empty_chunks_may_share_their_offsets(tmp_path: Path) -> None:
+    folder = stock_save(tmp_path / "c", a=torch.ones(2, 3))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    chunks = metadata.state_dict_metadata["a"].chunks
+    for offset in (0, 2, 2):
+        chunks.insert(0, ChunkStorageMetadata(torch.Size([offset, 0]), torch.Size([0, 3])))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    stored = [chunk for chunk in read_manifest(folder).tensors["a"].chunks if chunk.locator]
+    assert [chunk.box for chunk in stored] == [Box((0, 0), (2, 3))]
+    template = {"a": torch.zeros(2, 3)}
+    ckptool.load(template, folder)
+    assert torch.equal(template["a"], torch.ones(2, 3))
+
+
+def test_quantized_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    folder = stock_save(tmp_path / "c", a=torch.ones(2))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["a"].properties.dtype = torch.qint8
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsupportedError, match="a has the unknown dtype qint8"):
         read_manifest(folder)
 
 
