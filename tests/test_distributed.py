@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,13 @@ def test_flat_state_dicts_are_compared_whole(tmp_path: Path) -> None:
         ckptool.load({"a": torch.zeros(2)}, tmp_path / "c")
     with pytest.raises(MismatchError, match="a is a tensor in the checkpoint, a plain value here"):
         ckptool.load({"a": 1, "b": torch.zeros(2)}, tmp_path / "c")
+
+
+def test_a_stack_trace_can_be_sent_to_another_rank() -> None:
+    try:
+        raise ValueError("here")
+    except ValueError as error:
+        stack = traceback.extract_tb(error.__traceback__)
+    if hasattr(stack[0], "_code"):  # Python 3.13: what makes frames unpicklable without our reducer
+        object.__setattr__(stack[0], "_code", error_of.__code__)
+    assert pickle.loads(pickle.dumps(stack))[0].name == stack[0].name

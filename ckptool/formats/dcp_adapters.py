@@ -7,7 +7,9 @@ one that can't be pickled would leave those waiting for ever.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import io
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,15 @@ from ckptool.errors import CkptoolError
 from ckptool.formats.dcp_source import DcpSource, load_blob
 from ckptool.formats.dcp_torch import add_aliases, stamp_version, to_torch_metadata, write_metadata
 from ckptool.storage.files import explain_os_error
+
+
+def _reduce_frame(frame: traceback.FrameSummary) -> tuple[Any, ...]:
+    return traceback.FrameSummary, (frame.filename, frame.lineno, frame.name)
+
+
+# DCP pickles an error together with its stack. From Python 3.13 on a stack's frames hold code objects, which can't be
+# pickled; torch before 2.13 sends them all the same, and the other ranks then wait for ever.
+copyreg.pickle(traceback.FrameSummary, _reduce_frame)
 
 
 @contextlib.contextmanager
