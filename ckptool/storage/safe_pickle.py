@@ -1,8 +1,8 @@
 """Reading pickles from strangers: an opcode check, then an unpickler that knows only the names it is given.
 
 A pickle is a program. Here it may only build plain containers, numbers and strings, and call what the caller's table
-lists; any other global is refused before a single call is made on its behalf. Not prevented: tuples nested absurdly deep
-as dict keys, whose hashing can hang or crash the process. Opcodes:
+lists; any other global is refused before a single call is made on its behalf. Not prevented: tuples nested absurdly
+deep as dict keys, whose hashing can hang or crash the process. Opcodes:
 https://github.com/python/cpython/blob/main/Lib/pickletools.py
 """
 
