@@ -18,6 +18,9 @@ from ckptool.storage.files import RangeReader, os_errors, read_json, write_json
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
+#: Tensors of the source that the model has no use for, kept in a checkpoint's `hf/` for its exports.
+EXTRA_NAME = "ckptool-extra.safetensors"
+
 #: Files that hold weights (in whichever framework), or that index them: never side files.
 WEIGHT_PATTERNS = (
     "*.safetensors",
@@ -201,9 +204,10 @@ class HfSink:
         self._read_back()
 
     def _read_back(self) -> None:
-        written = HfSource(self._folder)
-        expected = {e.fqn: (e.dtype, e.shape) for entries in self._shards.values() for e in entries}
-        found = {e.fqn: (e.dtype, e.shape) for e in written.manifest.tensors.values()}
-        written.close()
+        reader = RangeReader(self._folder)
+        entries = {name: e for file in self._shards for name, e in read_header(reader, file)[0].items()}
+        reader.close()
+        expected = {e.fqn: (e.dtype, e.shape) for shard in self._shards.values() for e in shard}
+        found = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
         if found != expected:
             raise StorageError(f"{self._folder}: what was written does not read back as it should")

@@ -25,13 +25,18 @@ class NameGroup:
 
 @dataclass(frozen=True)
 class NamePlan:
-    """Every name of the source accounted for: in a group, equal to a tie's tensor, or left out with a note."""
+    """Every name of the source accounted for: in a group, equal to a tie's tensor, or in `extra`.
+
+    `extra` are tensors that the model has no use for (buffers that it computes, heads of another task): they travel
+    beside the checkpoint, so that an export gives them back.
+    """
 
     groups: tuple[NameGroup, ...]
     naming: Naming
     ties: Mapping[str, str] = field(default_factory=dict)
     stored_tied_names: tuple[str, ...] = ()
     untied: Mapping[str, str] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

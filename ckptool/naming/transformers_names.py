@@ -46,7 +46,8 @@ def plan_import(
     rule = DtypeRule(model, dtype)
     mapping = get_model_conversion_mapping(model)
     collected, unexpected = _collect_import(model, mapping, source)
-    notes = _explain_unexpected(model, unexpected)
+    _check_needless(model, unexpected)
+    notes = [f"kept aside, the model doesn't use them: {name_some(unexpected)}"] if unexpected else []
     groups = [_group(model, source, target, *item, rule.of(target)) for target, item in collected.items()]
     _check_shapes(meta, groups)
     groups, ties, stored, untied, tie_notes = _settle_ties(model, groups, same_bytes)
@@ -57,7 +58,7 @@ def plan_import(
         tuple(describe(transform) for transform in mapping if transform.was_used()),
         transformers.__version__,
     )
-    return NamePlan(tuple(groups), naming, ties, stored, untied, (*notes, *tie_notes))
+    return NamePlan(tuple(groups), naming, ties, stored, untied, tuple(unexpected), (*notes, *tie_notes))
 
 
 def plan_export(
@@ -173,8 +174,8 @@ def _check_shapes(meta: Mapping[str, torch.Tensor], groups: list[NameGroup]) -> 
                 )
 
 
-def _explain_unexpected(model: transformers.PreTrainedModel, unexpected: list[str]) -> list[str]:
-    """Names the model doesn't want: a note where they are known to be needless, else MismatchError.
+def _check_needless(model: transformers.PreTrainedModel, unexpected: list[str]) -> None:
+    """Raise MismatchError for names the model doesn't want, unless they are known to be needless.
 
     Needless are those that transformers itself ignores, and buffers that the model computes (older versions stored
     `position_ids` and each layer's `inv_freq`).
@@ -193,7 +194,6 @@ def _explain_unexpected(model: transformers.PreTrainedModel, unexpected: list[st
             f"{type(model).__name__} has no place for {name_some(refused)}",
             hint="is config.json the one that belongs to these weights?",
         )
-    return [f"left out, the model doesn't use them: {name_some(unexpected)}"] if unexpected else []
 
 
 def _settle_ties(

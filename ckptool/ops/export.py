@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckptool import engine as copy_engine
+from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Progress
 from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import TensorEntry
-from ckptool.errors import NotFoundError, UsageError
+from ckptool.errors import DamagedError, NotFoundError, UsageError, name_some
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import main_dtype, match_config
-from ckptool.formats.hf_folder import HfSink, assign_shards, copy_side_files, side_files
+from ckptool.formats.hf_folder import EXTRA_NAME, HfSink, HfSource, assign_shards, copy_side_files, side_files
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.ops.targets import check_disk, checked_dtype
 from ckptool.planner import plan_conversion
@@ -40,7 +41,7 @@ class HfExport:
     live: Mapping[str, TensorEntry]
     cast: str | None
     max_shard_bytes: int
-    notes: tuple[str, ...]
+    extra: frozenset[str]
 
     @property
     def hf_folder(self) -> Path:
@@ -85,11 +86,11 @@ def export(
         raise UsageError(f"--to {to}: choose hf or torch")
     target = (out or path.parent / f"{path.name}-hf").absolute()
     refuse_existing(target)
-    with contextlib.closing(DcpSource(path)) as source:
-        job = _hf_job(path, target, source.manifest, cast, max_shard_bytes)
+    with contextlib.closing(ModelSource(path)) as source:
+        job = _hf_job(path, target, source, cast, max_shard_bytes)
         plan, shards = _plan_hf(job)
         check_disk(target, plan)
-        notes = [*job.notes, *plan.notes]
+        notes = [*plan.notes]
         if not dry_run:
             with staged_directory(target) as staging:
                 report = progress(plan) if progress else None
@@ -103,7 +104,41 @@ def export(
     return Result("export", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes))
 
 
-def _hf_job(path: Path, target: Path, manifest: Manifest, cast: str | None, max_shard_bytes: int) -> HfExport:
+class ModelSource:
+    """A checkpoint as a Source, with the extra tensors that its import kept aside among its `model.*` ones."""
+
+    def __init__(self, path: Path) -> None:
+        self._dcp = DcpSource(path)
+        self.manifest = self._dcp.manifest
+        self._extra: HfSource | None = None
+        self.extra: frozenset[str] = frozenset()
+        if (path / "hf" / EXTRA_NAME).exists():
+            self._extra = HfSource(path / "hf" / EXTRA_NAME)
+            kept = self._extra.manifest.tensors
+            self.extra = frozenset(kept)
+            joined = {MODEL_PREFIX + name: entry for name, entry in kept.items()}
+            if clash := set(joined) & set(self.manifest.tensors):
+                raise DamagedError(f"{path}: tensors both in the checkpoint and kept aside: {name_some(clash)}")
+            self.manifest = dataclasses.replace(self.manifest, tensors={**self.manifest.tensors, **joined})
+
+    def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
+        name = fqn.removeprefix(MODEL_PREFIX)
+        if self._extra is not None and name in self.extra:
+            self._extra.read_into(name, box, out)
+        else:
+            self._dcp.read_into(fqn, box, out)
+
+    def read_object(self, fqn: str) -> bytes:
+        return self._dcp.read_object(fqn)
+
+    def close(self) -> None:
+        self._dcp.close()
+        if self._extra is not None:
+            self._extra.close()
+
+
+def _hf_job(path: Path, target: Path, source: ModelSource, cast: str | None, max_shard_bytes: int) -> HfExport:
+    manifest = source.manifest
     live = {f.removeprefix(MODEL_PREFIX): e for f, e in manifest.tensors.items() if f.startswith(MODEL_PREFIX)}
     if not live:
         raise NotFoundError(
@@ -111,7 +146,7 @@ def _hf_job(path: Path, target: Path, manifest: Manifest, cast: str | None, max_
             hint=f"ckptool inspect {path} shows what it holds; --to torch exports all of it",
         )
     chosen = _choose_tied(live, manifest)
-    return HfExport(path, target, manifest, chosen, cast, max_shard_bytes, ())
+    return HfExport(path, target, manifest, chosen, cast, max_shard_bytes, source.extra)
 
 
 def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[str, TensorEntry]:
@@ -155,7 +190,10 @@ def _name_tensors(job: HfExport) -> NamePlan:
         return keep_names(shapes, job.cast, "the model is the repository's own code: tensors keep their names")
     from ckptool.naming.transformers_names import plan_export
 
-    return plan_export(build_meta_model(job.hf_folder, job.cast), job.live, job.provenance, job.cast)
+    live = {fqn: entry for fqn, entry in job.live.items() if fqn not in job.extra}
+    names = plan_export(build_meta_model(job.hf_folder, job.cast), live, job.provenance, job.cast)
+    extra = keep_names({fqn: job.live[fqn].shape for fqn in job.extra}, None, "")
+    return dataclasses.replace(names, groups=(*names.groups, *extra.groups))
 
 
 def _finish_folder(job: HfExport, staging: Path, plan: Plan) -> list[str]:

@@ -14,15 +14,19 @@ from ckptool.planner import cast_dtype
 def export_through_torch(job: HfExport, staging: Path, report: Progress | None) -> None:
     """`dcp_to_torch_save`, then `revert_weight_conversion` over the whole state dict, then the safetensors library."""
     import torch
+    from safetensors.torch import load_file
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    from ckptool.formats.hf_folder import EXTRA_NAME
 
     with tempfile.TemporaryDirectory(dir=staging.parent, prefix=f"{staging.name}-") as scratch:
         single = Path(scratch, "all.pt")
         # Its raw unpickling of .metadata is safe here: the allow-list has already read the same file.
         dcp_to_torch_save(job.path, single)
         everything = torch.load(single, mmap=True, weights_only=True)
-        state = {name: everything["model"][name] for name in job.live}
-        _save_shards(_to_hub_names(job, state), staging, job.max_shard_bytes)
+        state = {name: everything["model"][name] for name in job.live if name not in job.extra}
+        extra = load_file(job.hf_folder / EXTRA_NAME) if job.extra else {}
+        _save_shards({**_to_hub_names(job, state), **extra}, staging, job.max_shard_bytes)
     if report:
         report(sum(entry.num_bytes for entry in job.live.values()))
 

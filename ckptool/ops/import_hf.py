@@ -10,14 +10,14 @@ from pathlib import Path
 from ckptool import engine as copy_engine
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
-from ckptool.core.cuts import cut_tensor
+from ckptool.core.cuts import cut_tensor, stream_tensor
 from ckptool.core.interfaces import Progress
 from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Provenance
 from ckptool.errors import UsageError
 from ckptool.formats.dcp_sink import DcpSink
 from ckptool.formats.hf_config import main_dtype
-from ckptool.formats.hf_folder import HfSource, copy_side_files, side_files
+from ckptool.formats.hf_folder import EXTRA_NAME, HfSink, HfSource, copy_side_files, side_files
 from ckptool.hub import Located, locate
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.ops.provenance import new_provenance, write_provenance
@@ -30,6 +30,7 @@ ENGINES = ("stream", "transformers")
 
 #: What torch.save adds to a chunk: archive members and alignment; and what the metadata says of it.
 CHUNK_OVERHEAD_BYTES = 1600
+EXTRA_PIECE_BYTES = 32 << 20
 
 
 def import_hf(
@@ -68,6 +69,7 @@ def import_hf(
     with contextlib.closing(HfSource(located.path)) as source:
         names = name_tensors(located.path, source, cast)
         side = side_files(source.folder)
+        extra_bytes = sum(source.manifest.tensors[name].num_bytes for name in names.extra)
         plan = plan_conversion(
             "import-hf",
             source.manifest,
@@ -76,7 +78,7 @@ def import_hf(
             cut=cut_tensor,
             piece_bytes=chunk_bytes,
             target_prefix=MODEL_PREFIX,
-            extra_disk_bytes=sum((source.folder / file).stat().st_size for file in side),
+            extra_disk_bytes=extra_bytes + sum((source.folder / file).stat().st_size for file in side),
             chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
         )
         notes = (*source.notes, *plan.notes)
@@ -87,6 +89,7 @@ def import_hf(
             sink = _open_sink(staging, plan, names)
             copy_engine.run(plan, source, sink, progress(plan) if progress else None)
             copy_side_files(source.folder, staging / "hf", side)
+            _keep_extra(staging / "hf", source, names)
             write_provenance(staging, _provenance(located, source.manifest, names))
     return Result("import-hf", str(target), plan, True, time.monotonic() - start, notes)
 
@@ -126,6 +129,19 @@ def _open_sink(staging: Path, plan: Plan, names: NamePlan) -> DcpSink:
     tensors = {entry.fqn: entry for item in plan.items for entry in item.targets}
     ties = {MODEL_PREFIX + alias: MODEL_PREFIX + canonical for alias, canonical in names.ties.items()}
     return DcpSink(staging, tensors, model_paths([*tensors, *ties]), ties)
+
+
+def _keep_extra(folder: Path, source: HfSource, names: NamePlan) -> None:
+    """Write the tensors that the model has no use for where an export will find them."""
+    if not names.extra:
+        return
+    entries = {name: source.manifest.tensors[name] for name in names.extra}
+    kept = keep_names({name: entry.shape for name, entry in entries.items()}, None, "")
+    plan = plan_conversion(
+        "import-hf", source.manifest, kept, str(folder), cut=stream_tensor, piece_bytes=EXTRA_PIECE_BYTES
+    )
+    folder.mkdir(exist_ok=True)
+    copy_engine.run(plan, source, HfSink(folder, {EXTRA_NAME: list(entries.values())}))
 
 
 def model_paths(fqns: list[str]) -> dict[str, tuple[str | int, ...]]:

@@ -52,9 +52,9 @@ def _load(folder: Path, name: str) -> torch.Tensor:
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert set(a) == set(b)
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(a[name], b[name]), name
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype, name
+        assert torch.equal(tensor, b[name]), name
 
 
 def record(names: NamePlan) -> Provenance:
@@ -126,7 +126,7 @@ def test_names_that_do_not_fit_the_model_are_listed(tmp_path: Path) -> None:
             import_tensors(tmp_path)
 
 
-def test_integers_keep_their_dtype_in_a_cast(tmp_path: Path) -> None:
+def test_a_stored_buffer_that_the_model_computes_is_kept_aside(tmp_path: Path) -> None:
     torch.manual_seed(2)
     config = transformers.BertConfig(
         vocab_size=61, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, intermediate_size=40
@@ -138,6 +138,7 @@ def test_integers_keep_their_dtype_in_a_cast(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     live, names = import_tensors(tmp_path, "float16")
     assert {t.dtype for t in live.values()} == {torch.float16}
+    assert names.extra == ("embeddings.position_ids",)
     assert any("position_ids" in note for note in names.notes)
 
 

@@ -161,6 +161,21 @@ def test_a_tie_stored_twice_goes_back_twice(tmp_path: Path) -> None:
         assert_same_tensors(weights(tmp_path / engine), stored)
 
 
+@pytest.mark.parametrize("engine", ["stream", "torch"])
+def test_tensors_the_model_has_no_use_for_come_back(tmp_path: Path, engine: str) -> None:
+    source = save_folder(llama(), tmp_path / "source")
+    stored = weights(source)
+    stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
+    stored["model.rotary_emb.inv_freq"] = torch.rand(4)
+    save_file(stored, source / "model.safetensors", {"format": "pt"})
+    result = ckptool.import_hf(str(source), "base", root=tmp_path)
+    assert any("kept aside" in note for note in result.notes)
+    assert not any("inv_freq" in fqn for fqn in ckptool.open_checkpoint(tmp_path / "base").tensors)
+    ckptool.export("base", root=tmp_path, engine=engine)
+    assert_same_tensors(weights(tmp_path / "base-hf"), stored)
+    assert side_bytes(tmp_path / "base-hf") == side_bytes(source)
+
+
 def test_a_single_file_imports_with_the_config_beside_it(folders: dict[str, Path], tmp_path: Path) -> None:
     result = ckptool.import_hf(str(folders["one-file"] / "model.safetensors"), root=tmp_path)
     assert Path(result.target) == tmp_path / "model"
