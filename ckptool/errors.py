@@ -49,9 +49,16 @@ class MismatchError(CkptoolError):
 
 
 class DamagedError(CkptoolError):
-    """The input is incomplete, truncated or inconsistent with itself."""
+    """The input is incomplete, truncated or inconsistent with itself.
+
+    `kind` is what `verify` reports: corrupt, missing, truncated or overlapping.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, hint: str = "", kind: str = "corrupt") -> None:
+        super().__init__(message, hint)
+        self.kind = kind
 
 
 class UnsafeError(CkptoolError):

@@ -16,7 +16,8 @@ class Manifest:
     """A checkpoint's contents.
 
     `paths` gives, per fqn, the keys that lead to it in the nested state dict it was saved from
-    (DCP's `planner_data`); `ties` maps an alias fqn to the fqn whose bytes it shares.
+    (DCP's `planner_data`); `ties` maps an alias fqn to the fqn whose bytes it shares; `save_id` is DCP's, which covers
+    `digests.json` in checkpoints of ours.
     """
 
     location: str
@@ -26,6 +27,7 @@ class Manifest:
     ties: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, int] = field(default_factory=dict)
     provenance: Provenance | None = None
+    save_id: str = ""
 
     @property
     def num_bytes(self) -> int:

@@ -113,7 +113,13 @@ def _to_manifest(metadata: Any, folder: Path, provenance: Provenance | None) -> 
         ties=_find_ties(tensors, provenance),
         files=files,
         provenance=provenance,
+        save_id=_read_save_id(metadata),
     )
+
+
+def _read_save_id(metadata: stubs.Metadata) -> str:
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    return save_id if isinstance(save_id, str) else ""
 
 
 def _read_locators(metadata: stubs.Metadata, folder: Path, location: str) -> tuple[_Locators, dict[str, int]]:

@@ -51,7 +51,7 @@ class BytesStorageMetadata(Record):
 
 
 class StorageMeta(Record):
-    pass
+    save_id: Any = None
 
 
 class StorageInfo(Record):
