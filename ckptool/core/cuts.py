@@ -13,7 +13,8 @@ import math
 from ckptool.core.box import Box
 from ckptool.core.tensors import Chunk, TensorEntry
 
-#: World sizes whose row splits the cuts follow, most usual first; a later one's cut is dropped close to an earlier one's.
+#: World sizes whose row splits the cuts follow, most usual first; a later one's cut too close to an earlier one's is
+#: dropped.
 WORLD_SIZES = (2, 4, 8, 3, 16, 6, 5, 7)
 
 #: A chunk smaller than this costs more in archive overhead (about 1.3 kB) than it saves.
