@@ -28,6 +28,7 @@ class Metadata(Record):
     state_dict_metadata: Any
     storage_data: Any
     planner_data: Any = None
+    storage_meta: Any = None
 
 
 class MetadataIndex(Record):

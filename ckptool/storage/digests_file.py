@@ -1,7 +1,7 @@
 """`digests.json`: what every file and every tensor of a checkpoint was when it was written.
 
-The commit marker covers it: `.metadata` carries, as DCP's `save_id`, the BLAKE3 of this file's bytes. `.metadata` itself
-is therefore not listed, and neither is this file.
+The commit marker covers it: `.metadata` carries, as DCP's `save_id`, the BLAKE3 of this file's bytes. So neither
+`.metadata` nor this file is listed in it.
 """
 
 from __future__ import annotations
