@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -107,6 +107,11 @@ def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, compute_d
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def reduce_gradients(model: nn.Module, enabled: bool) -> None:
+    """Say whether the next backward pass reduces the gradients over the ranks, or only accumulates them."""
+    cast(FSDPModule, model).set_requires_gradient_sync(enabled)
 
 
 def _choose_device(option: str) -> torch.device:

@@ -146,7 +146,7 @@ def forward_backward(
     fed: list[int] = []
     batches = list(windows.micro_batches(state.position, ranks.rank, ranks.world_size, config.micro_batch_size))
     for number, batch in enumerate(batches, start=1):
-        state.model.set_requires_gradient_sync(number == len(batches))
+        parallel.reduce_gradients(state.model, number == len(batches))
         logits = state.model(input_ids=batch.inputs.to(ranks.device), use_cache=False).logits
         labels = batch.labels.to(ranks.device)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / num_tokens
