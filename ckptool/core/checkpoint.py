@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckptool.core.box import exact_cover_fault
+from ckptool.core.findings import Finding, Kind
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import Locator, ObjectEntry, TensorEntry
 from ckptool.errors import DamagedError
@@ -43,26 +44,37 @@ class Manifest:
 
         Raises DamagedError naming the first tensor at fault.
         """
+        for fault in self.faults():
+            raise DamagedError(f"{self.location}: {fault.message}", kind=fault.kind)
+
+    def faults(self) -> Iterator[Finding]:
+        """All that `check_cover` objects to: first tensors that are not covered, then bytes that aren't there."""
         for entry in self.tensors.values():
             fault = exact_cover_fault([chunk.box for chunk in entry.chunks], entry.shape)
             if fault:
-                raise DamagedError(f"{self.location}: tensor {entry.fqn}: {fault}")
-        self._check_locators()
-
-    def _check_locators(self) -> None:
+                yield Finding(_cover_kind(fault), f"tensor {entry.fqn}: {fault}", tensor=entry.fqn)
         for fqn, locators in self._all_locators():
             for locator in locators:
-                size = self.files.get(locator.file)
-                if size is None:
-                    raise DamagedError(f"{self.location}: {fqn} needs {locator.file}, which is not there")
-                if locator.offset < 0 or locator.length < 0 or locator.offset + locator.length > size:
-                    raise DamagedError(
-                        f"{self.location}: {fqn} lies at {locator.offset}+{locator.length} of {locator.file}, "
-                        f"which ends at {size} (truncated?)"
-                    )
+                yield from self._locator_fault(fqn, locator)
+
+    def _locator_fault(self, fqn: str, locator: Locator) -> Iterator[Finding]:
+        file, offset = locator.file, locator.offset
+        size = self.files.get(file)
+        if size is None:
+            message = f"{fqn} needs {file}, which is not there"
+            yield Finding("missing", message, fqn, file)
+        elif offset < 0 or locator.length < 0 or offset + locator.length > size:
+            message = f"{fqn} lies at {offset}+{locator.length} of {file}, which ends at {size} (truncated?)"
+            yield Finding("truncated" if min(offset, locator.length) >= 0 else "corrupt", message, fqn, file, offset)
 
     def _all_locators(self) -> Iterator[tuple[str, list[Locator]]]:
         for entry in self.tensors.values():
             yield entry.fqn, [chunk.locator for chunk in entry.chunks if chunk.locator]
         for item in self.objects.values():
             yield item.fqn, [item.locator] if item.locator else []
+
+
+def _cover_kind(fault: str) -> Kind:
+    if fault.endswith("overlap"):
+        return "overlapping"
+    return "missing" if fault.startswith("chunks cover") else "corrupt"

@@ -33,14 +33,21 @@ def read_manifest(path: Path | str) -> Manifest:
     UnsupportedError when its bytes were transformed (compressed, encrypted) by an extension.
     """
     folder = Path(path)
+    manifest = parse_manifest(folder, read_provenance(folder))
+    manifest.check_cover()
+    check_sizes(manifest)
+    return manifest
+
+
+def parse_manifest(folder: Path, provenance: Provenance | None) -> Manifest:
+    """What `.metadata` says, not yet held against itself and the files: `read_manifest` without its last two checks.
+
+    Raises what `read_manifest` raises.
+    """
     raw = _read_metadata_file(folder)
-    provenance = read_provenance(folder)
     with _no_garbage_collection():
         metadata = safe_pickle.load(raw, stubs.METADATA_GLOBALS, str(folder / METADATA_FILE))
-        manifest = _to_manifest(metadata, folder, provenance)
-    manifest.check_cover()
-    _check_sizes(manifest)
-    return manifest
+        return _to_manifest(metadata, folder, provenance)
 
 
 def read_provenance(path: Path | str) -> Provenance | None:
@@ -78,6 +85,7 @@ def _read_metadata_file(folder: Path) -> bytes:
             raise DamagedError(
                 f"{folder} is incomplete: it has data files but no .metadata, which is written last",
                 hint="the save did not finish; use an earlier checkpoint",
+                kind="missing",
             )
         inside = checkpoints_inside(folder)
     names = ", ".join(str(path) for path in inside[:5])
@@ -207,8 +215,11 @@ def _find_ties(tensors: Mapping[str, TensorEntry], provenance: Provenance | None
     return ties
 
 
-def _check_sizes(manifest: Manifest) -> None:
-    """The files must be able to hold what the tensors claim: a small checkpoint can't unfold into a huge one."""
+def check_sizes(manifest: Manifest) -> None:
+    """The files must be able to hold what the tensors claim: a small checkpoint can't unfold into a huge one.
+
+    Raises DamagedError.
+    """
     for fqn, entry in manifest.tensors.items():
         for chunk in entry.chunks:
             num_bytes = chunk.box.num_elements * entry.itemsize_bytes
