@@ -58,10 +58,12 @@ def read_header(reader: RangeReader, file: str) -> tuple[dict[str, TensorEntry],
     with os_errors(path):
         file_bytes = path.stat().st_size
     if file_bytes < 8:
-        raise DamagedError(f"{path} is not a safetensors file: only {file_bytes} bytes long")
+        raise DamagedError(f"{path} is not a safetensors file: only {file_bytes} bytes long", kind="truncated")
     header_bytes = int.from_bytes(reader.read(file, 0, 8), "little")
     if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
-        raise DamagedError(f"{path}: the header claims {header_bytes} bytes, the file has {file_bytes} (truncated?)")
+        raise DamagedError(
+            f"{path}: the header claims {header_bytes} bytes, the file has {file_bytes} (truncated?)", kind="truncated"
+        )
     header = _parse_json(reader.read(file, 8, header_bytes), path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -114,7 +116,10 @@ def _check_ranges(path: Path, entries: Mapping[str, TensorEntry], start: int, fi
             raise DamagedError(f"{path}: tensors overlap or leave a hole at byte {min(offset, position)}")
         position += num_bytes
     if position != file_bytes:
-        raise DamagedError(f"{path}: the header describes {position} bytes, the file has {file_bytes} (truncated?)")
+        raise DamagedError(
+            f"{path}: the header describes {position} bytes, the file has {file_bytes} (truncated?)",
+            kind="truncated" if file_bytes < position else "corrupt",
+        )
 
 
 def layout_order(entry: TensorEntry) -> tuple[int, str]:
