@@ -84,6 +84,8 @@ def exact_cover_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str:
 
     Sorts along each box's first offset and sweeps, so n disjoint row blocks cost O(n log n), not O(n^2).
     """
+    if _are_row_blocks_in_order(boxes, shape):
+        return ""
     total = math.prod(shape)
     for box in boxes:
         if not box.fits(shape):
@@ -102,3 +104,17 @@ def exact_cover_fault(boxes: Sequence[Box], shape: Sequence[int]) -> str:
     if covered != total:
         return f"chunks cover {covered} of {total} elements"
     return ""
+
+
+def _are_row_blocks_in_order(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """True for the usual cover, cheaply: blocks of whole rows, one after another from the first row to the last."""
+    if not shape or not boxes:
+        return False
+    inner_offsets, inner_sizes = (0,) * (len(shape) - 1), tuple(shape[1:])
+    next_row = 0
+    for box in boxes:
+        offsets, sizes = box.offsets, box.sizes
+        if offsets[:1] != (next_row,) or offsets[1:] != inner_offsets or sizes[1:] != inner_sizes or sizes[0] < 1:
+            return False
+        next_row += sizes[0]
+    return next_row == shape[0]
