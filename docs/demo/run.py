@@ -174,8 +174,8 @@ Your own model, from the Hub, on as many GPUs as you have:
   ckptool ls
   ckptool export step-5000 --to hf
 
-(`source .venv/bin/activate` first.) docs/quickstart.md goes through it. The files of this demo, 6 GB, are in ./demo-run;
-`make clean` removes them.""")
+(`source .venv/bin/activate` first.) docs/quickstart.md goes through it.
+The files of this demo, 6 GB, are in ./demo-run; `make clean` removes them.""")
 
 
 def tell(text: str) -> None:
