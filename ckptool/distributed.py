@@ -23,8 +23,8 @@ from ckptool.formats.dcp_adapters import LoadReader, LoadStatePlanner, SaveState
 from ckptool.formats.dcp_metadata import PROVENANCE_FILE
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.ranks import Ranks
-from ckptool.storage.files import write_json
-from ckptool.storage.staging import create_staging, publish
+from ckptool.storage.files import os_errors, write_json
+from ckptool.storage.staging import create_staging
 from ckptool.template import Template, TemplateCheck
 
 POSITION_FILE = "data_position.json"
@@ -42,6 +42,7 @@ def save(
     ties: Mapping[str, str] | None = None,
     side_folder: Path | None = None,
     position: DataPosition | Mapping[str, Any] | None = None,
+    overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save `state_dict` (nested dicts of DTensors, tensors and plain values) as the checkpoint folder `target`.
@@ -49,23 +50,24 @@ def save(
     All ranks of `process_group` call it with the same arguments; without a process group, one process saves alone.
     `ties` maps alias fqns to the fqns, both as in the checkpoint (`model.` and all), whose bytes they share; the
     aliases themselves are not in `state_dict`. `side_folder` is copied to `hf/`, `position` written for people.
+    With `overwrite` a checkpoint at `target` is replaced, at the moment when the new one is safe on the disk.
 
-    Raises, on every rank, TargetExistsError when `target` is taken, MismatchError when the ranks hold different values
-    for one name, DistributedError when any rank failed to write; the message names that rank and its cause. `target`
-    then does not exist, and nothing else was touched.
+    Raises, on every rank, TargetExistsError when `target` is taken, LockedError when another process is writing it,
+    MismatchError when the ranks hold different values for one name, DistributedError when any rank failed to write;
+    the message names that rank and its cause. `target` then is as it was, and nothing else was touched.
     """
     ranks = Ranks(process_group)
     action = f"saving {target}"
     digests = ranks.agree(action, lambda: _digests(Template(state_dict).values))
     _check_same_values(ranks.gather(digests, action))
-    staging = ranks.on_first(action, lambda: create_staging(Path(target)))
+    staging = ranks.on_first(action, lambda: create_staging(Path(target), overwrite))
     try:
-        _write(state_dict, SaveWriter(staging, ties or {}), ranks, action)
-        ranks.on_first(action, lambda: _write_sidecars(staging, provenance, side_folder, position))
-        ranks.on_first(action, lambda: publish(staging, Path(target)))
+        ranks.on_first(action, lambda: _write_sidecars(staging.content, provenance, side_folder, position))
+        _write(state_dict, SaveWriter(staging.content, ties or {}), ranks, action)
+        ranks.on_first(action, staging.publish)
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+            staging.discard()
         raise
 
 
@@ -105,11 +107,6 @@ def load(
             )
 
 
-def checkpoint_writer(folder: Path, ties: Mapping[str, str]) -> SaveWriter:
-    """A writer for `dcp.save` by one process: the same format as `save` gives, without sidecars or publishing."""
-    return SaveWriter(folder, ties)
-
-
 def _write(state_dict: dict[str, Any], writer: SaveWriter, ranks: Ranks, action: str) -> None:
     with _write_errors(action), ranks.dcp_step(action), _quiet_alone():
         dcp.save(
@@ -122,17 +119,19 @@ def _write(state_dict: dict[str, Any], writer: SaveWriter, ranks: Ranks, action:
 
 
 def _write_sidecars(
-    staging: Path,
+    folder: Path,
     provenance: Provenance,
     side_folder: Path | None,
     position: DataPosition | Mapping[str, Any] | None,
 ) -> None:
-    write_json(staging / PROVENANCE_FILE, provenance.to_json())
+    with os_errors(folder):
+        folder.mkdir()
+    write_json(folder / PROVENANCE_FILE, provenance.to_json())
     if position is not None:
         record = dataclasses.asdict(position) if isinstance(position, DataPosition) else dict(position)
-        write_json(staging / POSITION_FILE, record)
+        write_json(folder / POSITION_FILE, record)
     if side_folder is not None and side_folder.is_dir():
-        shutil.copytree(side_folder, staging / SIDE_FOLDER)
+        shutil.copytree(side_folder, folder / SIDE_FOLDER)
 
 
 def _digests(flat: Mapping[str, Any]) -> dict[str, str]:

@@ -38,6 +38,10 @@ class StorageError(CkptoolError):
     """The disk or network refused: no space, read-only, I/O error."""
 
 
+class LockedError(CkptoolError):
+    """Another process is writing the same target; the message names it and its age."""
+
+
 class DistributedError(CkptoolError):
     """A rank failed during a collective operation; the message names the rank and its cause."""
 

@@ -8,26 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import dataclasses
 import io
+import os
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.futures import Future
 
 from ckptool.core.box import Box
 from ckptool.errors import CkptoolError
 from ckptool.formats.dcp_source import DcpSource, load_blob
-from ckptool.formats.dcp_torch import add_aliases, stamp_version, to_torch_metadata, write_metadata
+from ckptool.formats.dcp_torch import commit, stamp_version, to_torch_metadata
+from ckptool.formats.tensor_digest import digest_tensor
+from ckptool.storage.digest import TensorDigest
+from ckptool.storage.digests_file import FileDigest
 from ckptool.storage.files import explain_os_error
+from ckptool.storage.hashing import HashingFile
 
 
 def _reduce_frame(frame: traceback.FrameSummary) -> tuple[Any, ...]:
@@ -52,33 +65,85 @@ def plain_errors(path: Path) -> Iterator[None]:
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
+@dataclasses.dataclass
+class _RankDigests:
+    """What a rank has written: the digests of its files, and the sums over its chunks of each tensor."""
+
+    files: dict[str, FileDigest]
+    tensors: dict[str, TensorDigest]
+
+
+class _HashingFileSystem(FileSystem):
+    """Local files that are hashed while they are written."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, FileDigest] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with contextlib.closing(HashingFile(cast(BinaryIO, Path(path).open(mode)))) as stream:
+            yield stream
+        self.digests[Path(path).name] = stream.digest()
+
+
+class _DigestingPlanner:
+    """What the writer asks a planner for, digested on the way: only the items of this rank's final plan."""
+
+    def __init__(self, planner: SavePlanner) -> None:
+        self._planner = planner
+        self.digests: dict[str, TensorDigest] = {}
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        data = self._planner.resolve_data(item)
+        if item.tensor_data is not None and isinstance(data, torch.Tensor):
+            chunk, fqn = item.tensor_data.chunk, item.index.fqn
+            digest = digest_tensor(data, Box(tuple(chunk.offsets), tuple(chunk.sizes)), tuple(item.tensor_data.size))
+            self.digests[fqn] = self.digests.get(fqn, TensorDigest()) + digest
+        return data
+
+
 class SaveWriter(FileSystemWriter):
-    """Writes what DCP's FileSystemWriter writes, with two differences in `.metadata`: the aliases of `ties` (alias fqn
-    -> canonical fqn) are listed, and the writer's own path is not."""
+    """Writes the `.distcp` files that DCP's FileSystemWriter writes, digested on the way by the rank that writes them.
+
+    Rank 0 finishes the folder with `digests.json` and `.metadata`, in which the aliases of `ties` (alias fqn ->
+    canonical fqn) are listed, and the writer's own path is not. The folder and its sidecars must be there before.
+    """
 
     def __init__(self, folder: Path, ties: Mapping[str, str]) -> None:
         super().__init__(folder, overwrite=False)
+        self._hashed = _HashingFileSystem()
+        self.fs = self._hashed
         self._folder = folder
         self._ties = dict(ties)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        with plain_errors(self._folder):
-            return super().prepare_local_plan(plan)
+        # Not as in the base class, which makes the folder: a rank that comes late must not bring back one that is gone.
+        return plan
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        """The rank's write results, and one `_RankDigests` after them: DCP takes the list to rank 0 as it is."""
         with plain_errors(self._folder):
-            return super().write_data(plan, planner)
+            digesting = _DigestingPlanner(planner)
+            written = super().write_data(plan, cast(SavePlanner, digesting)).wait()
+        done: Future[list[Any]] = Future()
+        done.set_result([*written, _RankDigests(self._hashed.digests, digesting.digests)])
+        return done
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)
+        return StorageMeta()
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         with plain_errors(self._folder):
             stamp_version(metadata)
-            metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
-            metadata.storage_meta = self.storage_meta()
-            add_aliases(metadata, self._ties)
-            write_metadata(self._folder, metadata)
+            metadata.storage_data = {}
+            files: dict[str, FileDigest] = {}
+            tensors: dict[str, TensorDigest] = {}
+            for *written, digests in results:
+                metadata.storage_data.update({result.index: result.storage_data for result in written})
+                files.update(digests.files)
+                for fqn, digest in digests.tensors.items():
+                    tensors[fqn] = tensors.get(fqn, TensorDigest()) + digest
+            commit(self._folder, metadata, self._ties, files, tensors)
 
 
 class SaveStatePlanner(DefaultSavePlanner):

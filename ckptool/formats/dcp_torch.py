@@ -13,7 +13,10 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import Chunk, Locator, TensorEntry
 from ckptool.errors import DamagedError, MismatchError
 from ckptool.formats.dcp_metadata import METADATA_FILE
+from ckptool.storage.digest import TensorDigest
+from ckptool.storage.digests_file import FileDigest, TensorRecord
 from ckptool.storage.files import os_errors
+from ckptool.storage.hashing import write_digests
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -73,6 +76,32 @@ def stamp_version(metadata: Metadata) -> None:
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     if version is not None:
         metadata.version = version
+
+
+def commit(
+    folder: Path,
+    metadata: Metadata,
+    ties: Mapping[str, str],
+    files: Mapping[str, FileDigest],
+    tensors: Mapping[str, TensorDigest],
+) -> None:
+    """Finish a checkpoint folder whose data files and sidecars are all there: `digests.json`, then `.metadata`.
+
+    `files` are the digests of the data files, `tensors` those of the tensors (an empty one may be left out). The
+    aliases of `ties` are listed. Raises MismatchError as `add_aliases` does.
+    """
+    from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+    records = {
+        fqn: TensorRecord(
+            str(entry.properties.dtype).removeprefix("torch."), tuple(entry.size), tensors.get(fqn, TensorDigest())
+        )
+        for fqn, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    add_aliases(metadata, ties)
+    metadata.storage_meta = StorageMeta(save_id=write_digests(folder, files, records))
+    write_metadata(folder, metadata)
 
 
 def write_metadata(folder: Path, metadata: Metadata) -> None:

@@ -30,6 +30,9 @@ ENGINES = ("stream", "transformers")
 
 #: What torch.save adds to a chunk: archive members and alignment; and what the metadata says of it.
 CHUNK_OVERHEAD_BYTES = 1600
+
+#: What `digests.json` says of a tensor or a file, generously.
+DIGEST_RECORD_BYTES = 256
 EXTRA_PIECE_BYTES = 32 << 20
 
 
@@ -70,6 +73,8 @@ def import_hf(
         names = name_tensors(located.path, source, cast)
         side = side_files(source.folder)
         extra_bytes = sum(source.manifest.tensors[name].num_bytes for name in names.extra)
+        side_bytes = sum((source.folder / file).stat().st_size for file in side)
+        num_records = len(source.manifest.tensors) + len(side)
         plan = plan_conversion(
             "import-hf",
             source.manifest,
@@ -78,7 +83,7 @@ def import_hf(
             cut=cut_tensor,
             piece_bytes=chunk_bytes,
             target_prefix=MODEL_PREFIX,
-            extra_disk_bytes=extra_bytes + sum((source.folder / file).stat().st_size for file in side),
+            extra_disk_bytes=extra_bytes + side_bytes + num_records * DIGEST_RECORD_BYTES,
             chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
         )
         notes = (*source.notes, *plan.notes)
@@ -86,11 +91,11 @@ def import_hf(
         if dry_run:
             return Result("import-hf", str(target), plan, False, time.monotonic() - start, notes)
         with staged_directory(target) as staging:
-            sink = _open_sink(staging, plan, names)
-            copy_engine.run(plan, source, sink, progress(plan) if progress else None)
             copy_side_files(source.folder, staging / "hf", side)
             _keep_extra(staging / "hf", source, names)
             write_provenance(staging, _provenance(located, source.manifest, names))
+            sink = _open_sink(staging, plan, names)
+            copy_engine.run(plan, source, sink, progress(plan) if progress else None)
     return Result("import-hf", str(target), plan, True, time.monotonic() - start, notes)
 
 

@@ -49,12 +49,12 @@ def import_through_transformers(
         return Result("import-hf", str(target), plan, False, time.monotonic() - start, plan.notes)
     report = progress(plan) if progress else None
     with staged_directory(target) as staging:
+        copy_side_files(located.path, staging / "hf", side_files(located.path))
+        write_provenance(staging, _provenance(located, model, ties, plan))
         writer = SaveWriter(staging, {f"model.{a}": f"model.{c}" for a, c in ties.items()})
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save({"model": state}, storage_writer=writer, no_dist=True)
-        copy_side_files(located.path, staging / "hf", side_files(located.path))
-        write_provenance(staging, _provenance(located, model, ties, plan))
         if report:
             report(plan.write_bytes)
     return Result("import-hf", str(target), plan, True, time.monotonic() - start, plan.notes)

@@ -1,88 +1,186 @@
 """Atomic publishing: write into a hidden sibling, flush it to the disk, then rename it to its final name.
 
-A checkpoint under its final name is therefore complete; anything else is a `.NAME.staging-*` folder that nothing reads.
+A checkpoint under its final name is therefore complete. `.NAME.staging` is where NAME is being written: a lock folder,
+so a second writer is refused, with the content in a subfolder that belongs to this one writer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from ckptool.errors import TargetExistsError
+from ckptool.errors import AccessError, LockedError, StorageError, TargetExistsError
+from ckptool.storage.exchange import exchange
 from ckptool.storage.files import fsync_path, os_errors
+from ckptool.storage.lock import Lock, acquire
 
-STAGING_MARK = ".staging-"
+STAGING_MARK = ".staging"
+_REPLACED = "replaced"
+
+#: A folder is only ever overwritten when it holds one of these: a mistyped path must not cost anybody a home folder.
+_MODEL_FILES = (".metadata", "ckptool.json", "*.distcp", "*.safetensors")
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A target being written: put files below `content` (a folder to be made, or a file), then `publish`."""
+
+    target: Path
+    lock: Lock
+    overwrite: bool
+
+    @property
+    def content(self) -> Path:
+        return self.lock.folder / f"content-{self.lock.owner.token}"
+
+    def publish(self) -> None:
+        """Flush the content to the disk, give it its final name, flush that, and only then remove what it replaced.
+
+        Raises TargetExistsError when the target was taken meanwhile, LockedError when another writer has taken over.
+        """
+        with os_errors(self.content):
+            _flush_tree(self.content)
+        self.lock.check_held()
+        refuse_existing(self.target, self.overwrite)
+        with os_errors(self.target):
+            if self.overwrite and os.path.lexists(self.target):
+                self._replace()
+            else:
+                os.rename(self.content, self.target)
+            fsync_path(self.target.parent)
+        self.lock.release()
+
+    def discard(self) -> None:
+        """Remove everything written so far."""
+        self.lock.release()
+
+    def _replace(self) -> None:
+        if exchange(self.content, self.target):
+            return
+        # Killed between these two renames, the target is missing; `recover` puts the old one back.
+        replaced = self.lock.folder / _REPLACED
+        os.rename(self.target, replaced)
+        try:
+            os.rename(self.content, self.target)
+        except OSError:
+            os.rename(replaced, self.target)
+            raise
 
 
 def staging_path(target: Path) -> Path:
-    """A fresh hidden sibling of `target`, on the same filesystem so that the rename is atomic."""
-    return target.parent / f".{target.name}{STAGING_MARK}{secrets.token_hex(4)}"
+    """The lock folder of `target`: a hidden sibling, on the same filesystem so that the rename is atomic."""
+    return target.parent / f".{target.name}{STAGING_MARK}"
 
 
 def is_staging(path: Path) -> bool:
-    return path.name.startswith(".") and STAGING_MARK in path.name
+    """True for lock folders, and for what is left of one beside it."""
+    name = path.name
+    return name.startswith(".") and (name.endswith(STAGING_MARK) or f"{STAGING_MARK}-" in name)
 
 
-def refuse_existing(target: Path) -> None:
-    """Raise TargetExistsError unless `target` is free (an empty folder counts as free)."""
+def refuse_existing(target: Path, overwrite: bool = False) -> None:
+    """Raise TargetExistsError unless `target` is free (an empty folder counts as free), or may be overwritten."""
     if target.is_dir() and not any(target.iterdir()):
         return
-    if target.exists() or target.is_symlink():
-        raise TargetExistsError(f"{target} already exists", hint="choose another name, or remove it first")
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise TargetExistsError(f"{target} already exists", hint="choose another name, or replace it with --overwrite")
+    if target.is_dir() and not any(any(target.glob(pattern)) for pattern in _MODEL_FILES):
+        raise TargetExistsError(
+            f"{target} is a folder without a model in it, and is not overwritten", hint="remove it yourself first"
+        )
 
 
-def create_staging(target: Path) -> Path:
-    """Make the staging folder for `target`, which must be free."""
-    refuse_existing(target)
-    staging = staging_path(target)
-    with os_errors(staging):
-        staging.mkdir(parents=True)
+def create_staging(target: Path, overwrite: bool = False) -> Staging:
+    """Take the lock on `target`, which must be free or is to be overwritten; remove what a dead writer left.
+
+    Raises TargetExistsError, LockedError, StorageError or AccessError.
+    """
+    refuse_existing(target, overwrite)
+    with os_errors(target.parent):
+        _make_folders(target.parent)
+    staging = Staging(target, acquire(staging_path(target)), overwrite)
+    try:
+        with os_errors(staging.lock.folder):
+            _restore(staging)
+            _clear(staging)
+        refuse_existing(target, overwrite)
+    except BaseException:
+        staging.discard()
+        raise
     return staging
 
 
-def publish(staging: Path, target: Path) -> None:
-    """Flush every file and folder of `staging`, rename it to `target`, flush the parent."""
-    with os_errors(staging):
-        for folder, _, files in os.walk(staging, topdown=False):
-            for name in files:
-                fsync_path(Path(folder, name))
-            fsync_path(Path(folder))
-    refuse_existing(target)
-    with os_errors(target):
-        os.rename(staging, target)
-        fsync_path(target.parent)
+def recover(target: Path) -> None:
+    """Put back a target that a killed writer had moved aside in order to replace it.
+
+    Does nothing while its writer lives, or when the folder may not be written to.
+    """
+    if os.path.lexists(target) or not os.path.lexists(staging_path(target) / _REPLACED):
+        return
+    with contextlib.suppress(LockedError, AccessError, StorageError):
+        create_staging(target, overwrite=True).discard()
+
+
+def target_of(staging: Path) -> Path:
+    """The final path of what a lock folder was to become."""
+    return staging.parent / staging.name.partition(STAGING_MARK)[0].removeprefix(".")
 
 
 @contextlib.contextmanager
-def staged_directory(target: Path) -> Iterator[Path]:
-    """Yield a staging folder; publish it as `target` when the block ends well, remove it when it raises."""
-    staging = create_staging(target)
-    try:
-        yield staging
-        publish(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+def staged_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a new folder; publish it as `target` when the block ends well, remove it when it raises."""
+    with staged_file(target, overwrite) as content:
+        with os_errors(content):
+            content.mkdir()
+        yield content
 
 
 @contextlib.contextmanager
-def staged_file(target: Path) -> Iterator[Path]:
-    """The same for a single file: yield a hidden sibling's path, flush and rename it when the block ends well."""
-    refuse_existing(target)
-    staging = staging_path(target)
-    with os_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+def staged_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
+    """The same for a single file: yield the path to write it to."""
+    staging = create_staging(target, overwrite)
     try:
-        yield staging
-        with os_errors(target):
-            fsync_path(staging)
-            refuse_existing(target)
-            os.rename(staging, target)
-            fsync_path(target.parent)
+        yield staging.content
+        staging.publish()
     except BaseException:
-        staging.unlink(missing_ok=True)
+        staging.discard()
         raise
+
+
+def _restore(staging: Staging) -> None:
+    replaced = staging.lock.folder / _REPLACED
+    if os.path.lexists(replaced) and not os.path.lexists(staging.target):
+        os.rename(replaced, staging.target)
+        fsync_path(staging.target.parent)
+
+
+def _clear(staging: Staging) -> None:
+    """Remove everything from the lock folder but its owner."""
+    for path in staging.lock.folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != staging.lock.owner.file_name:
+            path.unlink()
+
+
+def _flush_tree(top: Path) -> None:
+    if not top.is_dir():
+        fsync_path(top)
+    for folder, _, files in os.walk(top, topdown=False):
+        for name in files:
+            fsync_path(Path(folder, name))
+        fsync_path(Path(folder))
+
+
+def _make_folders(folder: Path) -> None:
+    """`mkdir -p`, with the new entries flushed to the disk."""
+    if not folder.is_dir():
+        _make_folders(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_path(folder.parent)

@@ -123,7 +123,13 @@ def test_tensors_are_cut_and_tied_ones_stored_once(folders: dict[str, Path], tmp
     assert manifest.ties == {"model.lm_head.weight": "model.model.embed_tokens.weight"}
     stored = sum(size for file, size in manifest.files.items() if file.endswith(".distcp"))
     assert stored < manifest.num_bytes + 2000 * manifest.num_chunks
-    assert {p.name for p in (tmp_path / "base").iterdir()} == {".metadata", "__0_0.distcp", "ckptool.json", "hf"}
+    assert {p.name for p in (tmp_path / "base").iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "ckptool.json",
+        "digests.json",
+        "hf",
+    }
 
 
 def test_stock_load_reads_both_names_of_a_tie(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""A folder that is a lock: its owner's identity is the name of a file in it, so a dead owner can be told and replaced.
+
+The folder comes into being by a rename, with that file already inside, so it never lacks one. A taker renames the dead
+owner's file to its own name: of several takers only one can succeed, and one that judged an older owner never does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import socket
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from ckptool.errors import LockedError
+from ckptool.storage.files import os_errors
+
+#: Nobody here can see whether another machine's process lives; after this long without a write it counts as gone.
+SILENCE_LIMIT_SECONDS = 3600.0
+
+_PREFIX = "owner,"
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, told apart from any other that had or will have its pid; `token` tells its locks apart.
+
+    `started` is in clock ticks since boot (field 22 of /proc/PID/stat, see proc(5)).
+    """
+
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    started: str
+    token: str
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        boot = _read("/proc/sys/kernel/random/boot_id")[:8]
+        namespace = ""
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        pid = os.getpid()
+        return cls(socket.gethostname(), boot, namespace, pid, _start_time(pid), secrets.token_hex(4))
+
+    @classmethod
+    def parse(cls, file_name: str) -> Owner | None:
+        """The owner that `file_name` stands for; None for any other name."""
+        fields = [unquote(field) for field in file_name.removeprefix(_PREFIX).split(",")]
+        if not file_name.startswith(_PREFIX) or len(fields) != 6 or not fields[3].isdigit():
+            return None
+        return cls(fields[0], fields[1], fields[2], int(fields[3]), fields[4], fields[5])
+
+    @property
+    def file_name(self) -> str:
+        return _PREFIX + ",".join(quote(str(field), safe="") for field in astuple(self))
+
+    def is_gone(self, silent_seconds: float) -> bool:
+        """True when the process has ended, or can't be seen from here and wrote nothing for `SILENCE_LIMIT_SECONDS`."""
+        here = Owner.this_process()
+        if self.host == here.host and self.boot != here.boot:
+            return True  # the machine was started anew since
+        if (self.host, self.pid_namespace) != (here.host, here.pid_namespace):
+            return silent_seconds > SILENCE_LIMIT_SECONDS
+        return _start_time(self.pid) != self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Lock:
+    """A held lock."""
+
+    folder: Path
+    owner: Owner
+
+    def check_held(self) -> None:
+        """Raise LockedError when another process has taken the lock over."""
+        if not (self.folder / self.owner.file_name).exists():
+            raise LockedError(
+                f"{self.folder} was taken over by {owner_of(self.folder) or 'another process'} while this one wrote",
+                hint="run it again once the other one is done",
+            )
+
+    def release(self) -> None:
+        """Remove the folder with all that is in it. A failure to remove leaves litter that blocks nobody."""
+        aside = _aside(self.folder, self.owner)
+        with contextlib.suppress(OSError, LockedError):
+            self.check_held()
+            os.rename(self.folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def acquire(folder: Path) -> Lock:
+    """Make the lock folder, or take it over from a dead owner: what that one left is then still inside.
+
+    Raises LockedError naming the owner when it is alive, StorageError or AccessError when the disk refuses.
+    """
+    owner = Owner.this_process()
+    with os_errors(folder):
+        for _ in range(_ATTEMPTS):
+            if _create(folder, owner) or _take_over(folder, owner):
+                _sweep(folder)
+                return Lock(folder, owner)
+    raise LockedError(f"{folder} is in the way, and nothing says whose it is", hint=f"remove it: rm -r {folder}")
+
+
+def owner_of(folder: Path) -> Owner | None:
+    """Who holds, or held, the lock folder; None when it does not exist or is no lock."""
+    with contextlib.suppress(OSError):
+        return next((owner for name in sorted(os.listdir(folder)) if (owner := Owner.parse(name))), None)
+    return None
+
+
+def is_stale(folder: Path) -> bool:
+    """True when nobody is writing in the lock folder any more."""
+    owner, silent_seconds = owner_of(folder), seconds_silent(folder)
+    return silent_seconds > SILENCE_LIMIT_SECONDS if owner is None else owner.is_gone(silent_seconds)
+
+
+def seconds_silent(folder: Path) -> float:
+    """How long ago anything below `folder` was last written."""
+    newest = 0.0
+    for parent, _, files in os.walk(folder):
+        for path in (parent, *(os.path.join(parent, file) for file in files)):
+            with contextlib.suppress(OSError):
+                newest = max(newest, os.lstat(path).st_mtime)
+    return time.time() - newest
+
+
+def _create(folder: Path, owner: Owner) -> bool:
+    private = _aside(folder, owner)
+    try:
+        private.mkdir()
+        (private / owner.file_name).touch()
+        os.rename(private, folder)
+    except OSError as error:
+        shutil.rmtree(private, ignore_errors=True)
+        # ENOENT: another writer took our folder, still without owner, for litter.
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) or (error.errno == errno.ENOENT and folder.parent.exists()):
+            return False
+        raise
+    return True
+
+
+def _take_over(folder: Path, owner: Owner) -> bool:
+    holder = owner_of(folder)
+    if holder is None:
+        return False
+    silent_seconds = seconds_silent(folder)
+    try:
+        if not holder.is_gone(silent_seconds):
+            age_seconds = time.time() - (folder / holder.file_name).stat().st_mtime
+            raise LockedError(
+                f"{folder} belongs to {holder} since {age_seconds:.0f} s; it last wrote {silent_seconds:.0f} s ago",
+                hint=f"wait for it to finish; if it is gone for good: rm -r {folder}",
+            )
+        os.rename(folder / holder.file_name, folder / owner.file_name)
+    except FileNotFoundError:
+        return False  # given up, or taken over, this very moment
+    os.utime(folder / owner.file_name)
+    return True
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what dead owners of this lock have left beside it."""
+    for sibling in folder.parent.iterdir():
+        if sibling.name.startswith(f"{folder.name}-"):
+            owner = owner_of(sibling)
+            if owner.is_gone(seconds_silent(sibling)) if owner else _is_empty(sibling):
+                shutil.rmtree(sibling, ignore_errors=True)
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _aside(folder: Path, owner: Owner) -> Path:
+    return folder.with_name(f"{folder.name}-{owner.token}")
+
+
+def _start_time(pid: int) -> str:
+    """When a living process started; "" for one that has ended."""
+    if not os.path.exists("/proc/self/stat"):
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return "unknown"
+        return ""
+    # The command's name, in parentheses, may hold anything; what follows it are plain fields, the first one the state.
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields and fields[0] not in ("Z", "X") else ""
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path).read_text()
+    return ""
