@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import difflib
 import os
@@ -19,7 +20,8 @@ from ckptool.formats.dcp_metadata import (
     read_manifest,
 )
 from ckptool.storage.files import os_errors, read_json
-from ckptool.storage.staging import is_staging
+from ckptool.storage.lock import is_stale, owner_of
+from ckptool.storage.staging import is_staging, recover, target_of
 
 POSITION_FILE = "data_position.json"
 _STEP_NAME = re.compile(r"step-(\d+)")
@@ -65,6 +67,8 @@ def resolve(name: str | Path, root: Path | None = None) -> Path:
     """
     root = default_root() if root is None else root
     places = [Path(name), root / name]
+    for place in places:
+        recover(place)
     found = next((place for place in places if _looks_like_checkpoint(place)), None)
     if found is not None:
         return found
@@ -125,7 +129,12 @@ def _folders(root: Path) -> list[Path]:
     with os_errors(root):
         if root.exists() and not root.is_dir():
             raise NotFoundError(f"{root} is a file, not a folder of checkpoints")
-        return sorted(path for path in root.iterdir() if path.is_dir()) if root.exists() else []
+        if not root.exists():
+            return []
+        for path in list(root.iterdir()):
+            if is_staging(path):
+                recover(target_of(path))
+        return sorted(path for path in root.iterdir() if path.is_dir())
 
 
 def _looks_like_checkpoint(path: Path) -> bool:
@@ -149,7 +158,7 @@ def _read(path: Path) -> tuple[Manifest | None, str]:
 
 
 def _summarise(path: Path) -> CheckpointSummary:
-    manifest, reason = (None, "unfinished: not published") if is_staging(path) else _read(path)
+    manifest, reason = (None, _writer_of(path)) if is_staging(path) else _read(path)
     provenance = manifest.provenance if manifest else None
     step_name = _STEP_NAME.fullmatch(path.name)
     return CheckpointSummary(
@@ -166,8 +175,22 @@ def _summarise(path: Path) -> CheckpointSummary:
     )
 
 
+def _writer_of(staging: Path) -> str:
+    """Who is writing there, or was."""
+    owner = owner_of(staging)
+    if owner is None:
+        return "unfinished: not published"
+    return f"left unfinished by {owner}, which is gone" if is_stale(staging) else f"being written by {owner}"
+
+
 def _bytes_on_disk(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    """Of all files below `path`; those that vanish meanwhile, as a writer's do, count nothing."""
+    num_bytes = 0
+    for parent, _, files in os.walk(path):
+        for file in files:
+            with contextlib.suppress(OSError):
+                num_bytes += os.lstat(os.path.join(parent, file)).st_size
+    return num_bytes
 
 
 def _consumed(path: Path) -> int | None:
@@ -179,12 +202,13 @@ def _consumed(path: Path) -> int | None:
     return consumed if isinstance(consumed, int) else None
 
 
-def _created(path: Path, recorded: str) -> float:
-    """The recorded time of writing, else the folder's own."""
-    try:
+def _created(path: Path, recorded: str) -> float | None:
+    """The recorded time of writing, else the folder's own; None for one that is gone by now."""
+    with contextlib.suppress(ValueError):
         return datetime.datetime.fromisoformat(recorded).timestamp()
-    except ValueError:
+    with contextlib.suppress(OSError):
         return path.stat().st_mtime
+    return None
 
 
 def _what_is_there(name: str | Path, root: Path) -> str:

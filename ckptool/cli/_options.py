@@ -77,6 +77,10 @@ dtype_option = click.option(
     help="Cast floating-point tensors; integers and booleans keep theirs.",
 )
 
+overwrite_option = click.option(
+    "--overwrite", is_flag=True, help="Replace what is there, at the moment when the new one is safe on the disk."
+)
+
 dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan and stop: nothing is written.")
 
 

@@ -12,6 +12,7 @@ from ckptool.cli._options import (
     dtype_option,
     name_argument,
     output_options,
+    overwrite_option,
     root_option,
 )
 from ckptool.cli._output import line, show, show_plan, size
@@ -28,7 +29,7 @@ from ckptool.core.plan import Result
     show_default=True,
     help="hf: a folder that from_pretrained loads (model weights only). torch: one torch.save file with everything.",
 )
-@click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="Where to write; it must not exist yet.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="Where to write.")
 @dtype_option
 @click.option(
     "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest safetensors file (with --to hf)."
@@ -41,6 +42,7 @@ from ckptool.core.plan import Result
     help="stream: never the whole model in memory. torch: torch's own dcp_to_torch_save, all in memory.",
 )
 @root_option
+@overwrite_option
 @dry_run_option
 @output_options
 def command(
@@ -52,6 +54,7 @@ def command(
     max_shard_size: int,
     engine: str,
     root: Path | None,
+    overwrite: bool,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -71,6 +74,7 @@ def command(
             max_shard_bytes=max_shard_size,
             engine=engine,
             root=root,
+            overwrite=overwrite,
             dry_run=dry_run,
             progress=progress,
         )

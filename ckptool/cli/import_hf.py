@@ -12,6 +12,7 @@ from ckptool.cli._options import (
     dry_run_option,
     dtype_option,
     output_options,
+    overwrite_option,
     root_option,
 )
 from ckptool.cli._output import line, show, show_plan, size
@@ -35,6 +36,7 @@ from ckptool.core.plan import Result
     show_default=True,
     help="stream: never the whole model in memory. transformers: from_pretrained on the CPU, then save.",
 )
+@overwrite_option
 @dry_run_option
 @output_options
 def command(
@@ -46,6 +48,7 @@ def command(
     dtype: str,
     chunk_size: int,
     engine: str,
+    overwrite: bool,
     dry_run: bool,
     as_json: bool,
     quiet: bool,
@@ -66,6 +69,7 @@ def command(
             dtype=dtype,
             chunk_bytes=chunk_size,
             engine=engine,
+            overwrite=overwrite,
             dry_run=dry_run,
             progress=progress,
         )

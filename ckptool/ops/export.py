@@ -21,7 +21,7 @@ from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import main_dtype, match_config
 from ckptool.formats.hf_folder import EXTRA_NAME, HfSink, HfSource, assign_shards, copy_side_files, side_files
 from ckptool.naming.groups import NamePlan, keep_names
-from ckptool.ops.targets import check_disk, checked_dtype
+from ckptool.ops.targets import check_disk, checked_dtype, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
 from ckptool.storage.staging import refuse_existing, staged_directory, staged_file
@@ -61,13 +61,15 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     engine: str = "stream",
     root: Path | None = None,
+    overwrite: bool = False,
     dry_run: bool = False,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
     """Write the model of checkpoint `name` as a Hugging Face folder (`to="hf"`), or all of it as a .pt file ("torch").
 
     The default `out` is beside the checkpoint: `NAME-hf` or `NAME.pt`. `engine` "stream" copies in constant memory,
-    "torch" takes `dcp_to_torch_save` and holds everything. Raises a CkptoolError; `out` then does not exist.
+    "torch" takes `dcp_to_torch_save` and holds everything. `overwrite` replaces an existing `out` once the new one is
+    safe on the disk. Raises a CkptoolError; `out` then is as it was.
     """
     start = time.monotonic()
     if engine not in ENGINES:
@@ -80,19 +82,20 @@ def export(
         if cast:
             raise UsageError("--dtype goes with --to hf: the .pt file holds what the checkpoint holds")
         target = (out or path.parent / f"{path.name}.pt").absolute()
-        plan = _to_torch(path, target, engine, dry_run, progress)
+        plan = _to_torch(path, target, engine, overwrite, dry_run, progress)
         return Result("export", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
     if to != "hf":
         raise UsageError(f"--to {to}: choose hf or torch")
     target = (out or path.parent / f"{path.name}-hf").absolute()
-    refuse_existing(target)
+    refuse_existing(target, overwrite)
+    refuse_own_source(path, target)
     with contextlib.closing(ModelSource(path)) as source:
         job = _hf_job(path, target, source, cast, max_shard_bytes)
         plan, shards = _plan_hf(job)
         check_disk(target, plan)
         notes = [*plan.notes]
         if not dry_run:
-            with staged_directory(target) as staging:
+            with staged_directory(target, overwrite) as staging:
                 report = progress(plan) if progress else None
                 if engine == "torch":
                     from ckptool.ops.export_reference import export_through_torch
@@ -208,11 +211,17 @@ def _finish_folder(job: HfExport, staging: Path, plan: Plan) -> list[str]:
 
 
 def _to_torch(
-    path: Path, target: Path, engine: str, dry_run: bool, progress: Callable[[Plan], Progress] | None
+    path: Path,
+    target: Path,
+    engine: str,
+    overwrite: bool,
+    dry_run: bool,
+    progress: Callable[[Plan], Progress] | None,
 ) -> Plan:
     from ckptool.formats.torch_file import TorchFileSink
 
-    refuse_existing(target)
+    refuse_existing(target, overwrite)
+    refuse_own_source(path, target)
     with contextlib.closing(DcpSource(path)) as source:
         shapes = {fqn: entry.shape for fqn, entry in source.manifest.tensors.items()}
         names = keep_names(shapes, None, "")
@@ -223,7 +232,7 @@ def _to_torch(
         check_disk(target, plan)
         if dry_run:
             return plan
-        with staged_file(target) as staging:
+        with staged_file(target, overwrite) as staging:
             if engine == "torch":
                 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -21,7 +21,7 @@ from ckptool.formats.hf_folder import EXTRA_NAME, HfSink, HfSource, copy_side_fi
 from ckptool.hub import Located, locate
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.ops.provenance import new_provenance, write_provenance
-from ckptool.ops.targets import check_disk, checked_dtype, new_target
+from ckptool.ops.targets import check_disk, checked_dtype, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.staging import refuse_existing, staged_directory
 
@@ -45,6 +45,7 @@ def import_hf(
     dtype: str = "keep",
     chunk_bytes: int = 32 << 20,
     engine: str = "stream",
+    overwrite: bool = False,
     dry_run: bool = False,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
@@ -52,8 +53,8 @@ def import_hf(
 
     Every tensor is stored under `model.<live parameter name>` in dim-0 chunks of at most `chunk_bytes`, tied tensors
     once. `dtype` is "keep" or a `core.dtypes.DTYPE_OPTIONS` key; floats only are cast. `engine` "stream" copies in
-    constant memory, "transformers" loads the whole model through `from_pretrained`. Raises a CkptoolError; the target
-    then does not exist.
+    constant memory, "transformers" loads the whole model through `from_pretrained`. `overwrite` replaces an existing
+    target once the new one is safe on the disk. Raises a CkptoolError; the target then is as it was.
     """
     start = time.monotonic()
     if engine not in ENGINES:
@@ -63,11 +64,14 @@ def import_hf(
     cast = checked_dtype(dtype)
     located = locate(src, revision, with_legacy_weights=engine == "transformers")
     target = new_target(name or located.default_name, root)
-    refuse_existing(target)
+    refuse_existing(target, overwrite)
+    refuse_own_source(located.path, target)
     if engine == "transformers":
         from ckptool.ops.import_reference import import_through_transformers
 
-        return import_through_transformers(located, target, cast, dry_run=dry_run, progress=progress)
+        return import_through_transformers(
+            located, target, cast, overwrite=overwrite, dry_run=dry_run, progress=progress
+        )
 
     with contextlib.closing(HfSource(located.path)) as source:
         names = name_tensors(located.path, source, cast)
@@ -90,7 +94,7 @@ def import_hf(
         check_disk(target, plan)
         if dry_run:
             return Result("import-hf", str(target), plan, False, time.monotonic() - start, notes)
-        with staged_directory(target) as staging:
+        with staged_directory(target, overwrite) as staging:
             copy_side_files(source.folder, staging / "hf", side)
             _keep_extra(staging / "hf", source, names)
             write_provenance(staging, _provenance(located, source.manifest, names))

@@ -27,6 +27,7 @@ def import_through_transformers(
     target: Path,
     cast: str | None,
     *,
+    overwrite: bool,
     dry_run: bool,
     progress: Callable[[Plan], Progress] | None,
 ) -> Result:
@@ -48,7 +49,7 @@ def import_through_transformers(
     if dry_run:
         return Result("import-hf", str(target), plan, False, time.monotonic() - start, plan.notes)
     report = progress(plan) if progress else None
-    with staged_directory(target) as staging:
+    with staged_directory(target, overwrite) as staging:
         copy_side_files(located.path, staging / "hf", side_files(located.path))
         write_provenance(staging, _provenance(located, model, ties, plan))
         writer = SaveWriter(staging, {f"model.{a}": f"model.{c}" for a, c in ties.items()})

@@ -21,6 +21,12 @@ def new_target(name: str, root: Path | None) -> Path:
     return (root or default_root()).absolute() / name
 
 
+def refuse_own_source(source: Path, target: Path) -> None:
+    """Raise UsageError when overwriting `target` would remove what is being read."""
+    if source.resolve().is_relative_to(target.resolve()):
+        raise UsageError(f"{target} can't be overwritten: {source} is read from it", hint="choose another name")
+
+
 def checked_dtype(option: str) -> str | None:
     """The torch name for a `--dtype` value; None for "keep"."""
     if option == "keep":

@@ -42,6 +42,7 @@ class Staging:
 
         Raises TargetExistsError when the target was taken meanwhile, LockedError when another writer has taken over.
         """
+        self.lock.check_held()
         with os_errors(self.content):
             _flush_tree(self.content)
         self.lock.check_held()
