@@ -11,7 +11,9 @@ import functools
 import io
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
+from typing import IO, Any, Protocol, cast
 
 from ckptool.errors import UnsupportedError
 
@@ -19,6 +21,25 @@ _LOCAL_HEADER_BYTES = 30
 _DIRECTORY_CRC_OFFSET = 16
 _DESCRIPTOR = b"PK\x07\x08"
 _DIRECTORY_RECORD = b"PK\x01\x02"
+
+
+class Writable(Protocol):
+    """The one thing that is asked of a file."""
+
+    def write(self, data: Any, /) -> Any: ...
+
+
+def write_archive(file: Writable, data: memoryview, dtype: str, sizes: tuple[int, ...]) -> None:
+    """Append the archive of a contiguous tensor with these bytes."""
+    if not data:
+        import torch
+
+        torch.save(torch.empty(sizes, dtype=getattr(torch, dtype)), cast(IO[bytes], file))
+        return
+    template = archive_template(dtype, sizes)
+    file.write(template.prefix)
+    file.write(data)
+    file.write(template.suffix_with(zlib.crc32(data)))
 
 
 @dataclass(frozen=True)
@@ -39,7 +60,7 @@ class ArchiveTemplate:
 
 @functools.lru_cache(maxsize=4096)
 def archive_template(dtype: str, sizes: tuple[int, ...]) -> ArchiveTemplate:
-    """The archive that `torch.save` makes of a contiguous tensor; `sizes` has at least one element in all.
+    """The archive that `torch.save` makes of a contiguous tensor of these sizes, which has elements.
 
     Raises UnsupportedError when this torch lays archives out in another way than known.
     """

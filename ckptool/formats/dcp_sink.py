@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from ckptool.core.box import Box, exact_cover_fault
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import Chunk, Locator, ObjectEntry, TensorEntry
 from ckptool.errors import MismatchError
+from ckptool.formats.dcp_archive import write_archive
 from ckptool.formats.dcp_torch import commit, to_torch_metadata
 from ckptool.storage.digest import TensorDigest, digest_box
 from ckptool.storage.digests_file import FileDigest
 from ckptool.storage.files import os_errors
 from ckptool.storage.hashing import HashingFile
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class DcpSink:
@@ -51,14 +47,11 @@ class DcpSink:
 
     def write(self, fqn: str, box: Box, data: memoryview) -> None:
         """Store a box's elements, given in C order. Raises StorageError when the disk refuses."""
-        import torch
-
         entry = self._tensors[fqn]
-        tensor = _as_tensor(data, box, getattr(torch, entry.dtype))
         with os_errors(self._folder):
             file = self._open_file()
             start = file.tell()
-            torch.save(tensor, cast(BinaryIO, file))
+            write_archive(file, data, entry.dtype, box.sizes)
             locator = Locator(self._file_name(), start, file.tell() - start)
         self._chunks[fqn].append(Chunk(box, locator))
         self._digests[fqn] += digest_box(data, box, entry.shape, entry.itemsize_bytes)
@@ -102,16 +95,3 @@ class DcpSink:
             with os_errors(self._folder):
                 self._file.close()
             self._file = None
-
-
-def _as_tensor(data: memoryview, box: Box, dtype: Any) -> Tensor:
-    """The bytes as a tensor over the same memory."""
-    import torch
-
-    if not box.num_elements:
-        return torch.empty(box.sizes, dtype=dtype)
-    with warnings.catch_warnings():
-        # torch warns of memory that it can't promise not to write to; saving only reads.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        flat = torch.frombuffer(data, dtype=torch.uint8)
-    return flat.view(dtype).reshape(box.sizes)
