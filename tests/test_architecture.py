@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,11 +169,13 @@ def test_the_public_door_is_frozen_and_opens() -> None:
 
 
 def test_help_is_quick() -> None:
+    """Counted in processor seconds, the best of five, so that a busy machine doesn't fail it."""
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "ckptool", "--help"], check=True, stdout=subprocess.DEVNULL)
-        seconds.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < HELP_SECONDS, seconds
 
 
