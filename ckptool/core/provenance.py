@@ -71,10 +71,45 @@ class Provenance:
             provenance = cls(**values)
         except (TypeError, ValueError) as error:
             raise DamagedError(f"{location}: {error}") from error
-        for name in ("step", "world_size"):
-            if not isinstance(getattr(provenance, name), int):
-                raise DamagedError(f"{location}: {name} is not an integer")
-        for name in ("ties", "untied", "source", "mesh", "libraries"):
-            if not isinstance(getattr(provenance, name), dict):
-                raise DamagedError(f"{location}: {name} is not an object")
+        fault = next((f.name for f in fields(cls) if not _is_of(_TYPES[f.name], getattr(provenance, f.name))), None)
+        if fault:
+            raise DamagedError(f"{location}: {fault} is not {_TYPES[fault]}")
         return provenance
+
+
+#: What each field of the record must be, in the words of the spec.
+_TYPES = {
+    "tool_version": "a string",
+    "created": "a string",
+    "step": "an integer",
+    "world_size": "an integer",
+    "mesh": "an object",
+    "source": "an object",
+    "naming": "an object or null",
+    "ties": "an object of strings",
+    "stored_tied_names": "an array of strings",
+    "untied": "an object of strings",
+    "libraries": "an object",
+    "format_version": "an integer",
+}
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    match kind:
+        case "a string":
+            return isinstance(value, str)
+        case "an integer":
+            return type(value) is int and value >= 0
+        case "an array of strings":
+            return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+        case "an object of strings":
+            return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+        case "an object or null":
+            return value is None or _is_naming(value)
+        case _:
+            return isinstance(value, dict)
+
+
+def _is_naming(naming: Naming) -> bool:
+    texts = (naming.name, naming.architecture, naming.library_version, *naming.transforms)
+    return all(isinstance(text, str) for text in texts)

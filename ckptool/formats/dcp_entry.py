@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.core.tensors import Locator
 from ckptool.errors import DamagedError, UnsupportedError
-from ckptool.formats.dcp_stubs import Ignored
+from ckptool.formats.dcp_stubs import MAX_DIMS, Dims, Ignored
 from ckptool.storage import safe_pickle
 from ckptool.storage.files import RangeReader
 from ckptool.storage.safe_pickle import FrozenType
@@ -68,7 +68,7 @@ def read_entry(reader: RangeReader, locator: Locator) -> StoredTensor:
 
 
 class _Pickled(NamedTuple):
-    """What data.pkl says. `storage` is (dtype name, or "" for untyped; member key; number of elements)."""
+    """What data.pkl says; anything may be of any type until it was checked."""
 
     storage: Any
     storage_offset: Any
@@ -84,7 +84,7 @@ class _RebuildTyped(metaclass=FrozenType):
     def __new__(
         cls, storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, hooks: Any = None, bits: Any = None
     ) -> Any:
-        return _Pickled(storage, offset, size, stride, storage[0], bits)
+        return _Pickled(storage, offset, size, stride, getattr(storage, "dtype", None), bits)
 
 
 class _RebuildUntyped(metaclass=FrozenType):
@@ -118,16 +118,25 @@ _GLOBALS: safe_pickle.Globals = {
     **{("torch", storage): dtype for storage, dtype in _STORAGE_DTYPES.items()},
     **{("torch", dtype): dtype for dtype in ITEMSIZE_BYTES},
     ("torch.storage", "UntypedStorage"): "",
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): Dims,
     ("collections", "OrderedDict"): Ignored,
 }
 
 
-def _persistent_load(pid: Any) -> tuple[str, str, int]:
+class _Storage(NamedTuple):
+    """A reference to a storage. `dtype` is "" for an untyped one, whose elements are bytes."""
+
+    dtype: str
+    key: str
+    num_elements: int
+
+
+def _persistent_load(pid: Any) -> _Storage:
     kind, dtype, key, _, num_elements = pid
-    if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str) or type(num_elements) is not int:
+    texts = type(dtype) is str and type(key) is str and dtype in ("", *_STORAGE_DTYPES.values())
+    if kind != "storage" or not texts or type(num_elements) is not int or num_elements < 0:
         raise ValueError("not a reference to a storage")
-    return dtype, key, num_elements
+    return _Storage(dtype, key, num_elements)
 
 
 def _read_archive(archive: zipfile.ZipFile, window: _Window, locator: Locator, name: str) -> StoredTensor:
@@ -143,7 +152,7 @@ def _read_archive(archive: zipfile.ZipFile, window: _Window, locator: Locator, n
         raise UnsupportedError(f"{name}: stored on a big-endian machine")
     pickled = safe_pickle.load(_read_member(window, members[pickles[0]]), _GLOBALS, name, _persistent_load)
     _check_pickled(pickled, name)
-    member = members.get(f"{prefix}data/{pickled.storage[1]}")
+    member = members.get(f"{prefix}data/{pickled.storage.key}")
     if member is None:
         raise DamagedError(f"{name}: the archive lacks its tensor's storage")
     start = _payload_start(window, member)
@@ -164,13 +173,15 @@ def _read_archive(archive: zipfile.ZipFile, window: _Window, locator: Locator, n
 
 
 def _check_pickled(pickled: Any, name: str) -> None:
-    if not isinstance(pickled, _Pickled) or not isinstance(pickled.storage, tuple):
+    if not isinstance(pickled, _Pickled) or not isinstance(pickled.storage, _Storage):
         raise DamagedError(f"{name}: the archive holds something other than one tensor")
     dims, strides = pickled.size, pickled.stride
-    numbers = [pickled.storage_offset, *dims, *strides]
-    if len(dims) != len(strides) or any(type(number) is not int or number < 0 for number in numbers):
+    if not (type(dims) is type(strides) is tuple and len(dims) == len(strides) <= MAX_DIMS):
         raise DamagedError(f"{name}: the archive describes an impossible tensor")
-    if pickled.dtype not in ITEMSIZE_BYTES:
+    numbers = [pickled.storage_offset, *dims, *strides]
+    if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
+        raise DamagedError(f"{name}: the archive describes an impossible tensor")
+    if type(pickled.dtype) is not str or pickled.dtype not in ITEMSIZE_BYTES:
         raise DamagedError(f"{name}: the archive describes a tensor without a dtype")
     if pickled.view_bits:
         raise UnsupportedError(f"{name}: the tensor is stored as a conjugate or negative view")
@@ -179,8 +190,8 @@ def _check_pickled(pickled: Any, name: str) -> None:
 def _check_extent(stored: StoredTensor, pickled: _Pickled, name: str) -> None:
     """The storage must have the size that data.pkl claims, and the tensor must lie inside it."""
     itemsize = ITEMSIZE_BYTES[stored.dtype]
-    storage_dtype, _, num_elements = pickled.storage
-    claimed = num_elements * (ITEMSIZE_BYTES[storage_dtype] if storage_dtype else 1)
+    storage_dtype = pickled.storage.dtype
+    claimed = pickled.storage.num_elements * (ITEMSIZE_BYTES[storage_dtype] if storage_dtype else 1)
     if claimed != stored.payload_bytes:
         raise DamagedError(f"{name}: the storage has {stored.payload_bytes} bytes, its description says {claimed}")
     if 0 not in stored.shape:

@@ -17,6 +17,8 @@ from ckptool.errors import DamagedError, NotFoundError, UnsupportedError
 from ckptool.formats import dcp_stubs as stubs
 from ckptool.storage import safe_pickle
 from ckptool.storage.files import os_errors, read_json, safe_join
+from ckptool.storage.pickle_scan import MAX_PICKLE_BYTES
+from ckptool.storage.safe_pickle import describe
 
 METADATA_FILE = ".metadata"
 PROVENANCE_FILE = "ckptool.json"
@@ -74,7 +76,7 @@ def _read_metadata_file(folder: Path) -> bytes:
     file = folder / METADATA_FILE
     with os_errors(file):
         if file.is_file():
-            if file.stat().st_size > safe_pickle.MAX_PICKLE_BYTES:
+            if file.stat().st_size > MAX_PICKLE_BYTES:
                 raise DamagedError(f"{file} is larger than any real checkpoint's metadata")
             return file.read_bytes()
         if not folder.exists():
@@ -139,16 +141,17 @@ def _read_locators(metadata: stubs.Metadata, folder: Path, location: str) -> tup
     files: dict[str, int] = {}
     for index, info in storage_data.items():
         if not isinstance(index, stubs.MetadataIndex) or not isinstance(info, stubs.StorageInfo):
-            raise DamagedError(f"{location}: damaged storage record {index!r}")
+            raise DamagedError(f"{location}: damaged storage record {describe(index)}")
         try:
             fqn, offsets = index.fqn, index.offset
             locator = Locator(info.relative_path, info.offset, info.length)
         except AttributeError as error:
             raise DamagedError(f"{location}: a storage record lacks a field: {error}") from error
         if not (type(fqn) is str and (offsets is None or _is_shape(offsets)) and _is_locator(locator)):
-            raise DamagedError(f"{location}: damaged storage record of {fqn!r:.200}")
+            raise DamagedError(f"{location}: damaged storage record of {describe(fqn)}")
         if info.transform_descriptors:
-            raise UnsupportedError(f"{location}: {fqn} is stored transformed by {info.transform_descriptors}")
+            transform = describe(info.transform_descriptors)
+            raise UnsupportedError(f"{location}: {fqn} is stored transformed by {transform}")
         if locator.file not in files:
             file = safe_join(folder, locator.file)
             files[locator.file] = file.stat().st_size if file.is_file() else -1
@@ -165,7 +168,8 @@ def _read_tensor(fqn: str, entry: stubs.TensorStorageMetadata, locators: _Locato
     except (AttributeError, TypeError) as error:
         raise DamagedError(f"{location}: tensor {fqn}: {error}") from error
     if not isinstance(dtype, str) or dtype not in ITEMSIZE_BYTES:
-        raise UnsupportedError(f"{location}: tensor {fqn} has the unknown dtype {dtype}")
+        dtype_name = dtype if isinstance(dtype, str) else describe(dtype)
+        raise UnsupportedError(f"{location}: tensor {fqn} has the unknown dtype {dtype_name}")
     if not _is_shape(shape) or not all(_is_shape(box.offsets) and _is_shape(box.sizes) for box in boxes):
         raise DamagedError(f"{location}: tensor {fqn} has an impossible shape")
     filled = {box: _take(locators, fqn, box.offsets, location) for box in boxes if box.num_elements}
@@ -198,7 +202,7 @@ def _read_paths(planner_data: Any, location: str) -> dict[str, tuple[str | int, 
         for fqn, path in planner_data.items()
     ):
         raise DamagedError(f"{location}: damaged planner data")
-    return planner_data
+    return dict(planner_data)
 
 
 def _find_ties(tensors: Mapping[str, TensorEntry], provenance: Provenance | None) -> dict[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import struct
+import zipfile
 import zlib
 from collections import OrderedDict
 from pathlib import Path
@@ -16,6 +18,7 @@ from ckptool.core.tensors import Chunk, Locator, TensorEntry
 from ckptool.errors import DamagedError, UnsafeError
 from ckptool.formats.dcp_entry import StoredTensor, read_entry
 from ckptool.formats.dcp_metadata import read_manifest
+from ckptool.storage import safe_pickle
 from ckptool.storage.files import RangeReader
 
 if TYPE_CHECKING:
@@ -154,8 +157,7 @@ def load_blob(blob: bytes, name: str) -> Any:
     """
     import torch
 
-    if not blob.startswith(b"PK"):
-        raise DamagedError(f"{name} is damaged: not a torch.save archive")
+    _check_archive(blob, name)
     try:
         return torch.load(io.BytesIO(blob), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -165,6 +167,22 @@ def load_blob(blob: bytes, name: str) -> Any:
         raise UnsafeError(f"{name} is more than plain data; nothing was run{what}") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise DamagedError(f"{name} is damaged: {_one_line(str(error))}") from error
+
+
+def _check_archive(blob: bytes, name: str) -> None:
+    """Refuse what torch's own reader would unfold: compressed members, and pickles that never end."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+            members = archive.infolist()
+            if len({member.filename for member in members}) != len(members):
+                raise DamagedError(f"{name} is damaged: two members of one name")
+            if any(m.compress_type != zipfile.ZIP_STORED or m.file_size != m.compress_size for m in members):
+                raise DamagedError(f"{name} is damaged: its archive is compressed")
+            for member in members:
+                if member.filename.endswith("/data.pkl"):
+                    safe_pickle.check_plain(archive.read(member), name)
+    except (zipfile.BadZipFile, struct.error, ValueError, EOFError, RuntimeError) as error:
+        raise DamagedError(f"{name} is damaged: not a torch.save archive ({_one_line(str(error))})") from error
 
 
 def _one_line(text: str) -> str:

@@ -11,7 +11,12 @@ from typing import Any
 
 from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.errors import UnsafeError
-from ckptool.storage.safe_pickle import FrozenType, Globals
+from ckptool.storage.safe_pickle import FrozenType, Globals, KeyCheckedDict
+
+#: torch's own limit on the number of tensor dims.
+MAX_DIMS = 64
+_MAX_PATH_PARTS = 256
+_MAX_PATH_LENGTH = 4096
 
 
 class Record(metaclass=FrozenType):
@@ -22,6 +27,11 @@ class Record(metaclass=FrozenType):
 
     def __new__(cls) -> Record:
         return object.__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"{type(self).__name__} has a {type(state).__name__} for its fields")
+        self.__dict__ = state  # not copied: a pickle can name one large dict very often
 
 
 class Metadata(Record):
@@ -78,13 +88,24 @@ class Joined(metaclass=FrozenType):
     """A pathlib path: calling it gives a string."""
 
     def __new__(cls, *parts: Any) -> Any:
+        if len(parts) > _MAX_PATH_PARTS or sum(len(part) for part in parts if isinstance(part, str)) > _MAX_PATH_LENGTH:
+            raise TypeError("a path without end")
         return str(pathlib.PurePosixPath(*(part for part in parts if isinstance(part, str))))
+
+
+class Dims(metaclass=FrozenType):
+    """torch.Size: calling it gives a tuple of integers."""
+
+    def __new__(cls, dims: Any = ()) -> Any:
+        if type(dims) not in (tuple, list) or len(dims) > MAX_DIMS or not all(type(size) is int for size in dims):
+            raise TypeError("a torch.Size that is no list of integers")
+        return tuple(dims)
 
 
 class Ignored(metaclass=FrozenType):
     """A layout or a memory format, which say nothing about the bytes in a file: calling it gives None."""
 
-    def __new__(cls, *arguments: Any) -> Any:
+    def __new__(cls, argument: Any = None) -> Any:
         return None
 
 
@@ -97,8 +118,10 @@ class EnumMember(metaclass=FrozenType):
 
 
 class OrderedDict(metaclass=FrozenType):
-    def __new__(cls, items: Any = ()) -> Any:
-        return dict(items)
+    """Calling it gives an empty dict, which the pickle then fills item by item."""
+
+    def __new__(cls) -> Any:
+        return KeyCheckedDict()
 
 
 class Rebuild(metaclass=FrozenType):
@@ -141,7 +164,7 @@ METADATA_GLOBALS: Globals = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     **{("torch", name): name for name in (*ITEMSIZE_BYTES, *_OTHER_DTYPES)},
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): Dims,
     ("torch.serialization", "_get_layout"): Ignored,
     **{
         (module, name): Joined

@@ -96,6 +96,6 @@ def _parse(record: Any, path: Path) -> Digests:
             fqn: TensorRecord(str(t["dtype"]), tuple(map(int, t["shape"])), TensorDigest.parse(t["digest"], str(path)))
             for fqn, t in record["tensors"].items()
         }
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{path}: not a digests file: {error}") from error
     return Digests(files, tensors)

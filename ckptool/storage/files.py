@@ -6,11 +6,15 @@ import contextlib
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ckptool.errors import AccessError, CkptoolError, DamagedError, NotFoundError, StorageError, UnsafeError
+
+_MAX_NAME_LENGTH = 4096
+_MAX_PART_BYTES = 255
 
 
 def explain_os_error(error: OSError, path: Path | str) -> CkptoolError:
@@ -79,30 +83,59 @@ class RangeReader:
         if fd is None:
             if len(self._fds) >= self._max_open:
                 os.close(self._fds.pop(next(iter(self._fds))))
-            fd = self._fds[name] = os.open(self.path_of(name), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._fds[name] = open_regular(self.path_of(name))
         return fd
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file with. Raises UnsafeError for a pipe or a device, which could block or never end."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UnsafeError(f"{path} is not a regular file")
+    return fd
+
+
 def safe_join(root: Path, name: str) -> Path:
-    """`root / name` for an untrusted relative name. Raises UnsafeError for absolute names, `..`, NUL and backslashes,
-    and for links that lead out of `root` (the Hub cache's links into its own blob store are allowed)."""
-    if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
-        raise UnsafeError(f"{root}: a file name points outside its folder: {name!r}")
+    """`root / name` for an untrusted relative name.
+
+    Raises UnsafeError for absolute names, `..`, backslashes, names that no file can have, and links that lead out of
+    `root` (the Hub cache's links into its own blob store are allowed).
+    """
+    parts = name.split("/")
+    if "\0" in name or "\\" in name or name.startswith("/") or ".." in parts or not any(parts):
+        raise UnsafeError(f"{root}: a file name points outside its folder: {name[:200]!r}")
+    if len(name) > _MAX_NAME_LENGTH or not all(_can_be_a_name(part) for part in parts):
+        raise UnsafeError(f"{root}: no file can have this name: {name[:200]!r}")
     path = root / name
-    if path.is_symlink():
-        target, base = path.resolve(), root.resolve()
-        hub_store = base.parent.parent if base.parent.name == "snapshots" else base
-        if not (target.is_relative_to(base) or target.is_relative_to(hub_store)):
-            raise UnsafeError(f"{path} is a link out of its folder, to {target}")
+    if any(link.is_symlink() for link in [path, *path.parents[: len(parts) - 1]]) and not _stays_inside(path, root):
+        raise UnsafeError(f"{path} is a link out of its folder")
     return path
 
 
-def read_json(path: Path, max_bytes: int = 256 << 20) -> Any:
-    """Parse a JSON file. Raises DamagedError when it is larger than `max_bytes`, not JSON, or nested absurdly deep."""
-    with os_errors(path):
-        if path.stat().st_size > max_bytes:
-            raise DamagedError(f"{path} is larger than {max_bytes} bytes")
-        raw = path.read_bytes()
+def _can_be_a_name(part: str) -> bool:
+    try:
+        return len(os.fsencode(part)) <= _MAX_PART_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+def _stays_inside(path: Path, root: Path) -> bool:
+    try:
+        target, base = path.resolve(), root.resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return False
+    hub_store = base.parent.parent if base.parent.name == "snapshots" else base
+    return target.is_relative_to(base) or target.is_relative_to(hub_store)
+
+
+def read_json(path: Path, max_bytes: int = 64 << 20) -> Any:
+    """Parse a JSON file. Raises DamagedError when it is larger than `max_bytes`, not JSON, or nested absurdly deep, and
+    UnsafeError when it is no regular file."""
+    with os_errors(path), open(open_regular(path), "rb") as file:
+        raw = file.read(max_bytes + 1)
+    if len(raw) > max_bytes:
+        raise DamagedError(f"{path} is larger than {max_bytes} bytes")
     try:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
