@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from ckptool.errors import UnsupportedError as UnsupportedError
     from ckptool.errors import UsageError as UsageError
     from ckptool.formats.dcp_metadata import read_manifest
+    from ckptool.ops.diff import diff as diff
     from ckptool.ops.export import export as export
     from ckptool.ops.import_hf import import_hf as import_hf
+    from ckptool.ops.verify import verify as verify
     from ckptool.runs import find_latest as find_latest
     from ckptool.runs import list_checkpoints as list_checkpoints
     from ckptool.runs import resolve as resolve
@@ -50,6 +52,8 @@ _HOMES = {
     "open_checkpoint": "ckptool.formats.dcp_metadata:read_manifest",
     "import_hf": "ckptool.ops.import_hf",
     "export": "ckptool.ops.export",
+    "verify": "ckptool.ops.verify",
+    "diff": "ckptool.ops.diff",
     "find_latest": "ckptool.runs",
     "list_checkpoints": "ckptool.runs",
     "resolve": "ckptool.runs",
@@ -69,6 +73,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "diff",
     "export",
     "find_latest",
     "import_hf",
@@ -79,6 +84,7 @@ __all__ = [
     "resolve",
     "save",
     "unit_index",
+    "verify",
 ]
 
 

@@ -152,6 +152,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "UnsupportedError",
         "UsageError",
         "__version__",
+        "diff",
         "export",
         "find_latest",
         "import_hf",
@@ -162,6 +163,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "resolve",
         "save",
         "unit_index",
+        "verify",
     ]
     assert all(getattr(ckptool, name) is not None for name in ckptool.__all__)
     with pytest.raises(AttributeError, match="no attribute 'absent'"):

@@ -36,6 +36,22 @@ def progress_on_stderr(quiet: bool) -> Iterator[Callable[[Plan], Progress] | Non
 
 
 @contextlib.contextmanager
+def counter_on_stderr(quiet: bool) -> Iterator[Callable[[int], Progress] | None]:
+    """The same for operations that only read: `progress(total bytes)` gives the counter."""
+    if quiet:
+        yield None
+        return
+    with contextlib.ExitStack() as open_bars:
+
+        def start(total_bytes: int) -> Progress:
+            if sys.stderr.isatty():
+                return open_bars.enter_context(_bar(total_bytes))
+            return PlainProgress(total_bytes)
+
+        yield start
+
+
+@contextlib.contextmanager
 def _bar(total_bytes: int) -> Iterator[Progress]:
     from rich import progress
     from rich.console import Console

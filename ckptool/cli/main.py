@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from ckptool import __version__
-from ckptool.cli import completion, export, import_hf, inspect, ls
+from ckptool.cli import completion, diff, export, import_hf, inspect, ls, verify
 from ckptool.cli._errors import report
 
 EPILOG = (
@@ -29,7 +29,15 @@ def cli() -> None:
     """
 
 
-for command in (import_hf.command, export.command, ls.command, inspect.command, completion.command):
+for command in (
+    import_hf.command,
+    export.command,
+    ls.command,
+    inspect.command,
+    verify.command,
+    diff.command,
+    completion.command,
+):
     cli.add_command(command)
 
 

@@ -12,36 +12,50 @@ from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Source
 from ckptool.core.plan import PlanItem
 from ckptool.errors import NotFoundError
-from ckptool.formats.dcp_metadata import is_checkpoint
+from ckptool.formats.dcp_metadata import MODEL_PREFIX, is_checkpoint
 from ckptool.formats.dcp_source import DcpSource
-from ckptool.formats.hf_folder import HfSource
-from ckptool.ops.import_hf import MODEL_PREFIX, name_tensors
+from ckptool.formats.hf_folder import INDEX_NAME, HfSource
 from ckptool.planner import plan_conversion
-from ckptool.runs import resolve
+from ckptool.runs import default_root, resolve
 
 #: Pieces in which transformed groups are planned; reads may ask for any box.
 _PIECE_BYTES = 32 << 20
 
 
 def open_any(name: str, root: Path | None = None) -> Source:
-    """Open a checkpoint by path or name, or a Hugging Face folder or safetensors file by path.
+    """Open a checkpoint by path or name, or a Hugging Face folder or safetensors file.
 
     Both serve tensors under `model.<live parameter name>`, so that they can be compared. Raises NotFoundError.
     """
+    hub_form = find_hf(name, root)
+    if hub_form is not None:
+        return LiveSource(hub_form)
     path = Path(name).expanduser()
-    if path.is_dir() and not is_checkpoint(path) and any(path.glob("*.safetensors")):
-        return LiveSource(path)
-    if path.is_file() and path.suffix == ".safetensors":
-        return LiveSource(path)
     if path.is_file():
         raise NotFoundError(f"{path} is neither a checkpoint folder nor a safetensors file")
-    return DcpSource(resolve(name, root))
+    return DcpSource(resolve(path, root))
+
+
+def find_hf(name: str, root: Path | None = None) -> Path | None:
+    """The Hugging Face folder or safetensors file that `name` means, as a path or below the root; else None."""
+    for place in (Path(name).expanduser(), (default_root() if root is None else root) / name):
+        if place.is_file() and place.suffix == ".safetensors":
+            return place
+        if place.is_dir() and not is_checkpoint(place) and _has_safetensors(place):
+            return place
+    return None
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return (folder / INDEX_NAME).exists() or any(folder.glob("*.safetensors"))
 
 
 class LiveSource:
     """A Hugging Face folder that serves its tensors under their live names, converted group by group where needed."""
 
     def __init__(self, path: Path) -> None:
+        from ckptool.ops.import_hf import name_tensors
+
         self._inner = HfSource(path)
         names = name_tensors(path, self._inner, None)
         plan = plan_conversion(

@@ -1,0 +1,212 @@
+"""Are the bytes those that were written? BLAKE3 of whole files by digests.json, the CRC of each stored chunk elsewhere.
+
+A file that differs is searched chunk by chunk, so that the finding names tensor, file and offset.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptool.core.box import Box
+from ckptool.core.checkpoint import Manifest
+from ckptool.core.findings import Finding
+from ckptool.core.interfaces import Progress
+from ckptool.core.tensors import Locator
+from ckptool.errors import DamagedError
+from ckptool.formats.dcp_entry import StoredTensor, read_entry
+from ckptool.ops.blocks import in_threads
+from ckptool.ops.checks import next_steps
+from ckptool.storage.digest import digest_file
+from ckptool.storage.digests_file import DIGESTS_FILE, Digests
+from ckptool.storage.files import RangeReader, safe_join
+
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """One stored byte range: a chunk of tensor `fqn` (`dtype` and `box` are what the metadata says) or an object."""
+
+    fqn: str
+    locator: Locator
+    dtype: str = ""
+    box: Box | None = None
+
+
+@dataclass(frozen=True)
+class BytesReport:
+    """`num_bytes` were read; `num_unsummed` chunks carry no checksum and are covered by no file digest."""
+
+    findings: tuple[Finding, ...] = ()
+    num_files: int = 0
+    num_chunks: int = 0
+    num_bytes: int = 0
+    num_unsummed: int = 0
+
+
+@dataclass
+class _Job:
+    """What every check needs to know."""
+
+    folder: Path
+    manifest: Manifest
+    digests: Digests | None
+    step: str
+    report: Progress | None = None
+    chunks_of: dict[str, list[StoredChunk]] = field(default_factory=dict)
+
+
+def check_bytes(
+    folder: Path,
+    manifest: Manifest,
+    digests: Digests | None,
+    skip_files: frozenset[str] = frozenset(),
+    part: tuple[int, int] = (1, 1),
+    report: Progress | None = None,
+) -> BytesReport:
+    """Check every file but `skip_files` (those known to be missing or cut short).
+
+    `part` (k, n) checks the k-th of n parts, cut by chunk, always the same way: n runs check everything once.
+    """
+    chunks = [chunk for chunk in stored_chunks(manifest) if chunk.locator.file not in skip_files]
+    job = _Job(folder, manifest, digests, next_steps.another_copy(folder, manifest), report)
+    for chunk in chunks:
+        job.chunks_of.setdefault(chunk.locator.file, []).append(chunk)
+    files = sorted(set(digests.files) - skip_files) if digests else []
+    if part[1] == 1:
+        chunks = [chunk for chunk in chunks if chunk.locator.file not in files]
+    else:
+        files = [file for file in files if file not in job.chunks_of]
+    k, n = part
+    everything: list[str | StoredChunk] = [*files, *chunks]
+    units = everything[k - 1 :: n]
+    parts = list(in_threads(lambda unit: _check_unit(job, unit), units))
+    return BytesReport(
+        findings=tuple(finding for one in parts for finding in one.findings),
+        num_files=len(files) if n == 1 and digests else len({u.locator.file for u in units if not isinstance(u, str)}),
+        num_chunks=sum(one.num_chunks for one in parts),
+        num_bytes=sum(one.num_bytes for one in parts),
+        num_unsummed=sum(one.num_unsummed for one in parts),
+    )
+
+
+def stored_chunks(manifest: Manifest) -> list[StoredChunk]:
+    """Every stored byte range once, in the order of files and offsets."""
+    chunks: dict[Locator, StoredChunk] = {}
+    for fqn, entry in manifest.tensors.items():
+        if fqn not in manifest.ties:
+            for chunk in entry.chunks:
+                if chunk.locator:
+                    chunks[chunk.locator] = StoredChunk(fqn, chunk.locator, entry.dtype, chunk.box)
+    for fqn, item in manifest.objects.items():
+        if item.locator:
+            chunks[item.locator] = StoredChunk(fqn, item.locator)
+    return sorted(chunks.values(), key=lambda chunk: (chunk.locator.file, chunk.locator.offset))
+
+
+def _check_unit(job: _Job, unit: str | StoredChunk) -> BytesReport:
+    if isinstance(unit, str):
+        return _check_file(job, unit)
+    reader = RangeReader(job.folder)
+    try:
+        return _check_chunk(job, reader, unit)
+    finally:
+        reader.close()
+
+
+def _check_file(job: _Job, name: str) -> BytesReport:
+    if job.digests is None:
+        return BytesReport()
+    path = safe_join(job.folder, name)
+    actual, num_bytes = digest_file(path), path.stat().st_size
+    if job.report:
+        job.report(num_bytes)
+    if actual == job.digests.files[name].blake3:
+        return BytesReport(num_files=1, num_bytes=num_bytes, num_chunks=len(job.chunks_of.get(name, ())))
+    return BytesReport(tuple(_explain_file(job, name, actual)), num_files=1, num_bytes=num_bytes)
+
+
+def _explain_file(job: _Job, name: str, actual: str) -> Iterator[Finding]:
+    """A file whose digest differs: the chunks at fault, or what else can be said."""
+    reader = RangeReader(job.folder)
+    found = [f for chunk in job.chunks_of.get(name, ()) for f in _check_chunk(job, reader, chunk).findings]
+    reader.close()
+    if found:
+        yield from found
+        return
+    twins = [other for other, digest in (job.digests.files if job.digests else {}).items() if digest.blake3 == actual]
+    if twins:
+        message = f"{name} holds the bytes of {twins[0]}"
+    elif name in job.chunks_of:
+        message = f"{name} is not what {DIGESTS_FILE} lists, though each chunk in it is whole: another save's file?"
+    else:
+        message = f"{name} was changed after it was written"
+    yield Finding("corrupt", message, file=name, next_step=job.step)
+
+
+def _check_chunk(job: _Job, reader: RangeReader, chunk: StoredChunk) -> BytesReport:
+    """Compare a chunk with the checksums stored in it, and with what the metadata says of it."""
+    if chunk.box is None:
+        return _check_object(job, reader, chunk)
+    try:
+        stored = read_entry(reader, chunk.locator)
+        crc32 = _payload_crc32(job, reader, chunk.locator.file, stored)
+    except DamagedError as error:
+        return BytesReport((_finding(job, chunk, str(error), chunk.locator.offset),))
+    if (stored.dtype, stored.shape) != (chunk.dtype, chunk.box.sizes):
+        message = f"is {stored.dtype} {list(stored.shape)}, .metadata says {chunk.dtype} {list(chunk.box.sizes)}"
+        return BytesReport((_finding(job, chunk, message, chunk.locator.offset),))
+    unsummed = int(stored.crc32 == 0 and stored.payload_bytes > 0)
+    findings: tuple[Finding, ...] = ()
+    if not unsummed and crc32 != stored.crc32:
+        message = f"its {stored.payload_bytes} bytes have changed since they were written (checksum mismatch)"
+        findings = (_finding(job, chunk, message, stored.payload_offset),)
+    return BytesReport(findings, num_chunks=1, num_bytes=stored.payload_bytes, num_unsummed=unsummed)
+
+
+def _finding(job: _Job, chunk: StoredChunk, message: str, offset_bytes: int) -> Finding:
+    if chunk.box is None:
+        what = f"object {chunk.fqn}"
+    else:
+        what = f"tensor {chunk.fqn}, the chunk at {list(chunk.box.offsets)} of size {list(chunk.box.sizes)}"
+    text = f"{chunk.locator.file} at byte {offset_bytes}: {what}: {message}"
+    return Finding("corrupt", text, chunk.fqn, chunk.locator.file, offset_bytes, job.step)
+
+
+def _payload_crc32(job: _Job, reader: RangeReader, file: str, stored: StoredTensor) -> int:
+    crc32, done = 0, 0
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, stored.payload_bytes)))
+    while done < stored.payload_bytes:
+        piece = buffer[: stored.payload_bytes - done]
+        reader.read_into(file, stored.payload_offset + done, piece)
+        crc32 = zlib.crc32(piece, crc32)
+        done += len(piece)
+        if job.report:
+            job.report(len(piece))
+    return crc32
+
+
+def _check_object(job: _Job, reader: RangeReader, chunk: StoredChunk) -> BytesReport:
+    """An object's archive: every member must have its checksum. Nothing of it is unpickled."""
+    locator = chunk.locator
+    blob = reader.read(locator.file, locator.offset, locator.length)
+    num_unsummed = 0
+    try:
+        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+            for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED:
+                    raise zipfile.BadZipFile(f"{member.filename} is compressed")
+                if member.CRC == 0 and member.file_size:
+                    num_unsummed = 1
+                else:
+                    archive.read(member)
+    except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError, NotImplementedError, OverflowError) as error:
+        return BytesReport((_finding(job, chunk, f"not a whole torch.save archive ({error})", locator.offset),))
+    if job.report:
+        job.report(locator.length)
+    return BytesReport(num_chunks=1, num_bytes=locator.length, num_unsummed=num_unsummed)
