@@ -47,7 +47,11 @@ def _download(repo: str, revision: str | None, with_legacy_weights: bool) -> Loc
 
     with _hub_errors(repo, revision):
         if constants.HF_HUB_OFFLINE:
-            folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, local_files_only=True))
+            # One file is asked for, because the cache need not hold all of the repository: only what an import reads.
+            kept = huggingface_hub.snapshot_download(
+                repo, revision=revision, allow_patterns="config.json", local_files_only=True
+            )
+            folder = Path(kept)
             return Located(folder, repo.rpartition("/")[2], {"repo": repo, "commit": folder.name})
         info = huggingface_hub.HfApi().model_info(repo, revision=revision)
         present = [sibling.rfilename for sibling in info.siblings or []]
@@ -61,8 +65,9 @@ def _download(repo: str, revision: str | None, with_legacy_weights: bool) -> Loc
             wanted += [name for name in present if "/" not in name and name.endswith(".safetensors")]
         if with_legacy_weights:
             wanted += [n for n in present if n.startswith("pytorch_model") and n.endswith((".bin", ".bin.index.json"))]
-        folder = Path(huggingface_hub.snapshot_download(repo, revision=info.sha, allow_patterns=wanted))
-    return Located(folder, repo.rpartition("/")[2], {"repo": repo, "commit": info.sha})
+        # By the name of the revision, not by its commit: so the cache learns the name, and has it when offline.
+        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=wanted))
+    return Located(folder, repo.rpartition("/")[2], {"repo": repo, "commit": folder.name})
 
 
 @contextmanager

@@ -20,6 +20,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/tiny-llama"
 
 
+def blob_id(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()
+
+
 def _handler(folder: Path, requests: list[str]) -> type[BaseHTTPRequestHandler]:
     files = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
@@ -36,12 +40,18 @@ def _handler(folder: Path, requests: list[str]) -> type[BaseHTTPRequestHandler]:
                 self._send(403, b"", {"X-Error-Code": "GatedRepo"})
             elif f"/api/models/{REPO}" in self.path and "/revision/no-such" in self.path:
                 self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            elif self.path.startswith(f"/api/models/{REPO}/tree/{COMMIT}"):
+                tree = [
+                    {"type": "file", "path": f, "oid": blob_id(folder / f), "size": (folder / f).stat().st_size}
+                    for f in files
+                ]
+                self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
             elif self.path.startswith(f"/api/models/{REPO}"):
                 info = {"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": [{"rfilename": f} for f in files]}
                 self._send(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
             elif self.path.startswith(f"/{REPO}/resolve/{COMMIT}/"):
                 body = (folder / self.path.split(COMMIT + "/")[1]).read_bytes()
-                etag = hashlib.sha1(body).hexdigest()
+                etag = blob_id(folder / self.path.split(COMMIT + "/")[1])
                 self._send(200, body if with_body else b"", {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, len(body))
             else:
                 self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
