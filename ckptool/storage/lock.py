@@ -90,12 +90,21 @@ class Lock:
                 hint="run it again once the other one is done",
             )
 
+    def clear(self) -> None:
+        """Remove everything in the folder but its owner's file."""
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != self.owner.file_name:
+                path.unlink()
+
     def release(self) -> None:
         """Remove the folder with all that is in it. A failure to remove leaves litter that blocks nobody."""
         aside = _aside(self.folder, self.owner)
         with contextlib.suppress(OSError, LockedError):
             self.check_held()
             os.rename(self.folder, aside)
+            Lock(aside, self.owner).clear()  # the owner's file goes last: until then all can see whose litter it is
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -121,9 +130,11 @@ def owner_of(folder: Path) -> Owner | None:
 
 
 def is_stale(folder: Path) -> bool:
-    """True when nobody is writing in the lock folder any more."""
+    """True when nobody is writing in the lock folder any more. One without owner must be empty, or silent for long."""
     owner, silent_seconds = owner_of(folder), seconds_silent(folder)
-    return silent_seconds > SILENCE_LIMIT_SECONDS if owner is None else owner.is_gone(silent_seconds)
+    if owner is None:
+        return _is_empty(folder) or silent_seconds > SILENCE_LIMIT_SECONDS
+    return owner.is_gone(silent_seconds)
 
 
 def seconds_silent(folder: Path) -> float:
@@ -173,10 +184,8 @@ def _take_over(folder: Path, owner: Owner) -> bool:
 def _sweep(folder: Path) -> None:
     """Remove what dead owners of this lock have left beside it."""
     for sibling in folder.parent.iterdir():
-        if sibling.name.startswith(f"{folder.name}-"):
-            owner = owner_of(sibling)
-            if owner.is_gone(seconds_silent(sibling)) if owner else _is_empty(sibling):
-                shutil.rmtree(sibling, ignore_errors=True)
+        if sibling.name.startswith(f"{folder.name}-") and is_stale(sibling):
+            shutil.rmtree(sibling, ignore_errors=True)
 
 
 def _is_empty(folder: Path) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ _MODEL_FILES = (".metadata", "ckptool.json", "*.distcp", "*.safetensors")
 
 @dataclass(frozen=True)
 class Staging:
-    """A target being written: put files below `content` (a folder to be made, or a file), then `publish`."""
+    """A target being written: make `content`, a folder or a file, then `publish`."""
 
     target: Path
     lock: Lock
@@ -35,7 +34,9 @@ class Staging:
 
     @property
     def content(self) -> Path:
-        return self.lock.folder / f"content-{self.lock.owner.token}"
+        # In a folder of this writer alone: what another, thought dead, may still write goes elsewhere. Under its final
+        # name: torch.save puts a file's name into the file.
+        return self.lock.folder / f"content-{self.lock.owner.token}" / self.target.name
 
     def publish(self) -> None:
         """Flush the content to the disk, give it its final name, flush that, and only then remove what it replaced.
@@ -109,7 +110,8 @@ def create_staging(target: Path, overwrite: bool = False) -> Staging:
     try:
         with os_errors(staging.lock.folder):
             _restore(staging)
-            _clear(staging)
+            staging.lock.clear()
+            staging.content.parent.mkdir()
         refuse_existing(target, overwrite)
     except BaseException:
         staging.discard()
@@ -159,15 +161,6 @@ def _restore(staging: Staging) -> None:
     if os.path.lexists(replaced) and not os.path.lexists(staging.target):
         os.rename(replaced, staging.target)
         fsync_path(staging.target.parent)
-
-
-def _clear(staging: Staging) -> None:
-    """Remove everything from the lock folder but its owner."""
-    for path in staging.lock.folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != staging.lock.owner.file_name:
-            path.unlink()
 
 
 def _flush_tree(top: Path) -> None:
