@@ -42,6 +42,9 @@ def _show(result: Result, limit: int | None) -> None:
     line(f"{facts['num_tensors']} tensors in {facts['num_chunks']} chunks, {size(facts['num_bytes'])}")
     for dtype, sums in facts["dtypes"].items():
         line(f"  {dtype:<14} {sums['num_tensors']} tensors, {size(sums['num_bytes'])}")
+    for tensor in facts["tensors"]:
+        if tensor["tied_to"]:
+            line(f"  {tensor['fqn']} is tied to {tensor['tied_to']}")
     _show_table(["TENSOR", "DTYPE", "SHAPE", "CHUNKS"], [_tensor_cells(t) for t in facts["tensors"]], limit)
     _show_table(["FILE", "SIZE", "CHUNKS", "OBJECTS"], [_file_cells(f) for f in facts["files"]], limit)
     _show_table(["OBJECT"], [[fqn] for fqn in facts["objects"]], limit)
@@ -53,7 +56,7 @@ def _show_origin(facts: Mapping[str, Any]) -> None:
         line("no ckptool.json: written by something else")
         return
     source = ", ".join(f"{key} {value}" for key, value in provenance["source"].items() if value)
-    line(f"step {provenance['step']}, written by {provenance['world_size']} processes at {provenance['created']}")
+    line(f"step {provenance['step']}, world size {provenance['world_size']}, written {provenance['created']}")
     if source:
         line(f"source: {source}")
     if provenance["naming"]:
@@ -74,7 +77,7 @@ def _show_table(headers: list[str], rows: list[list[str]], limit: int | None) ->
 
 def _tensor_cells(tensor: dict[str, Any]) -> list[str]:
     shape = "x".join(map(str, tensor["shape"])) or "scalar"
-    chunks = f"= {tensor['tied_to']}" if tensor["tied_to"] else str(tensor["num_chunks"])
+    chunks = "tied" if tensor["tied_to"] else str(tensor["num_chunks"])
     return [tensor["fqn"], tensor["dtype"], shape, chunks]
 
 
