@@ -1,0 +1,52 @@
+"""`ckptool copy A B`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ckptool.cli._options import complete_name, dry_run_option, output_options, overwrite_option, root_option
+from ckptool.cli._output import line, show, show_plan, size
+from ckptool.cli._progress import progress_on_stderr
+from ckptool.core.plan import Result
+
+
+@click.command("copy", short_help="Copy a checkpoint, and read the copy back.")
+@click.argument("source", metavar="A", shell_complete=complete_name)
+@click.argument("target", metavar="B")
+@click.option("--model-only", is_flag=True, help="Only the model's weights: no optimizer state, no data position.")
+@root_option
+@overwrite_option
+@dry_run_option
+@output_options
+def command(
+    *,
+    source: str,
+    target: str,
+    model_only: bool,
+    root: Path | None,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Copy checkpoint A to B, a path or a name under the root, and read back from the disk what was written.
+
+    A's bytes are compared with its digests on the way, so a damaged checkpoint is not copied. B appears when it is
+    complete.
+    """
+    from ckptool.ops.copy import copy
+
+    with progress_on_stderr(quiet) as progress:
+        result = copy(
+            source, target, root=root, model_only=model_only, overwrite=overwrite, dry_run=dry_run, progress=progress
+        )
+    show(result, as_json=as_json, quiet=quiet, human=_show, bare=[result.target])
+
+
+def _show(result: Result) -> None:
+    if result.plan is not None and not result.executed:
+        show_plan(result.plan)
+    elif result.plan is not None:
+        line(f"copied to {result.target} ({size(result.plan.write_bytes)} in {result.seconds:.1f} s, read back)")
