@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckptool.ops.diff import diff as diff
     from ckptool.ops.export import export as export
     from ckptool.ops.import_hf import import_hf as import_hf
+    from ckptool.ops.prune import prune as prune
     from ckptool.ops.verify import verify as verify
     from ckptool.runs import find_latest as find_latest
     from ckptool.runs import list_checkpoints as list_checkpoints
@@ -52,6 +53,7 @@ _HOMES = {
     "open_checkpoint": "ckptool.formats.dcp_metadata:read_manifest",
     "import_hf": "ckptool.ops.import_hf",
     "export": "ckptool.ops.export",
+    "prune": "ckptool.ops.prune",
     "verify": "ckptool.ops.verify",
     "diff": "ckptool.ops.diff",
     "find_latest": "ckptool.runs",
@@ -80,6 +82,7 @@ __all__ = [
     "list_checkpoints",
     "load",
     "open_checkpoint",
+    "prune",
     "rank_units",
     "resolve",
     "save",

@@ -21,6 +21,7 @@ from ckptool.formats.dcp_metadata import (
 )
 from ckptool.storage.files import os_errors, read_json
 from ckptool.storage.lock import is_stale, owner_of
+from ckptool.storage.pins import read_pins
 from ckptool.storage.staging import is_staging, recover, target_of
 
 POSITION_FILE = "data_position.json"
@@ -39,7 +40,8 @@ class Latest:
 class CheckpointSummary:
     """One line of a listing. `reason` is "" for a complete checkpoint; `created` is a Unix time in seconds.
 
-    `kind` is "checkpoint", or "staging" for a folder that a save in progress or a killed one has left.
+    `kind` is "checkpoint", or "staging" for a folder that a save in progress or a killed one has left. `pinned` is the
+    reason of its pin, None for a checkpoint that is not pinned.
     """
 
     name: str
@@ -52,6 +54,7 @@ class CheckpointSummary:
     consumed: int | None
     created: float | None
     kind: str = "checkpoint"
+    pinned: str | None = None
 
 
 def default_root() -> Path:
@@ -101,8 +104,15 @@ def list_checkpoints(root: Path | str) -> list[CheckpointSummary]:
 
     Reads metadata only. Raises NotFoundError when `root` is a file; a missing root is an empty one.
     """
-    summaries = [_summarise(path) for path in _folders(Path(root)) if is_staging(path) or _looks_like_checkpoint(path)]
+    pins = read_pins(Path(root)) if Path(root).is_dir() else {}
+    folders = [path for path in _folders(Path(root)) if is_staging(path) or _looks_like_checkpoint(path)]
+    summaries = [_summarise(path, pins.get(path.name)) for path in folders]
     return sorted(summaries, key=lambda s: (-1 if s.step is None else s.step, s.name))
+
+
+def is_step_name(name: str) -> bool:
+    """True for `step-N`, the only names that count as checkpoints of a run."""
+    return _STEP_NAME.fullmatch(name) is not None
 
 
 def _search_latest(root: Path) -> tuple[Latest | None, tuple[tuple[str, str], ...]]:
@@ -157,7 +167,7 @@ def _read(path: Path) -> tuple[Manifest | None, str]:
         return None, str(error).removeprefix(f"{path}/").removeprefix(f"{path}: ").removeprefix(f"{path} ")
 
 
-def _summarise(path: Path) -> CheckpointSummary:
+def _summarise(path: Path, pinned: str | None) -> CheckpointSummary:
     manifest, reason = (None, _writer_of(path)) if is_staging(path) else _read(path)
     provenance = manifest.provenance if manifest else None
     step_name = _STEP_NAME.fullmatch(path.name)
@@ -165,13 +175,14 @@ def _summarise(path: Path) -> CheckpointSummary:
         name=path.name,
         path=path,
         step=int(step_name[1]) if step_name else provenance.step if provenance else None,
-        num_bytes=manifest.num_bytes if manifest else _bytes_on_disk(path),
+        num_bytes=manifest.num_bytes if manifest else bytes_on_disk(path),
         complete=manifest is not None,
         reason=reason,
         world_size=provenance.world_size if provenance else None,
         consumed=_consumed(path),
         created=_created(path, provenance.created if provenance else ""),
         kind="staging" if is_staging(path) else "checkpoint",
+        pinned=pinned,
     )
 
 
@@ -183,7 +194,7 @@ def _writer_of(staging: Path) -> str:
     return f"left unfinished by {owner}, which is gone" if is_stale(staging) else f"being written by {owner}"
 
 
-def _bytes_on_disk(path: Path) -> int:
+def bytes_on_disk(path: Path) -> int:
     """Of all files below `path`; those that vanish meanwhile, as a writer's do, count nothing."""
     num_bytes = 0
     for parent, _, files in os.walk(path):
@@ -204,7 +215,7 @@ def _consumed(path: Path) -> int | None:
 
 def _created(path: Path, recorded: str) -> float | None:
     """The recorded time of writing, else the folder's own; None for one that is gone by now."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError, OSError):
         return datetime.datetime.fromisoformat(recorded).timestamp()
     with contextlib.suppress(OSError):
         return path.stat().st_mtime

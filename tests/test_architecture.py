@@ -159,6 +159,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "list_checkpoints",
         "load",
         "open_checkpoint",
+        "prune",
         "rank_units",
         "resolve",
         "save",

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import ckptool
 from ckptool import (
+    CkptoolError,
     DamagedError,
     DataPosition,
     MismatchError,
@@ -179,7 +180,24 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
         side_folder=origin.hf_folder,
         position=state.position,
     )
+    if ranks.rank == 0:
+        _prune(config, origin, log)
     return time.perf_counter() - began
+
+
+def _prune(config: TrainConfig, origin: Origin, log: Log) -> None:
+    """Remove what the run doesn't keep, now that a newer checkpoint is on the disk. Never a reason to stop training."""
+    if not (config.keep_last or config.keep_every):
+        return
+    # Every save copies the side files of the origin, so that one stays.
+    in_use = (origin.path.name,)
+    try:
+        result = ckptool.prune(config.root, keep_last=config.keep_last, keep_every=config.keep_every, in_use=in_use)
+    except CkptoolError as error:
+        log.say(f"old checkpoints were not removed: {error}")
+        return
+    for name, fault in result.details["failed"].items():
+        log.say(f"{name} was not removed: {fault}")
 
 
 def _clear_way(target: Path, origin: Origin, log: Log) -> None:

@@ -64,6 +64,20 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 @_option("--grad-clip", "Largest gradient norm; 0 doesn't clip.", type=click.FloatRange(0), default=1.0)
 @_option("--save-every", "Steps between checkpoints; 0 saves at the end only.", type=click.IntRange(0), default=500)
 @_option(
+    "--keep-last",
+    "After each save remove older checkpoints of the run, but for the newest K and pinned ones; 0 keeps all.",
+    type=click.IntRange(0),
+    metavar="K",
+    default=0,
+)
+@_option(
+    "--keep-every",
+    "Keep those whose step is a multiple of N as well; 0 is no such rule.",
+    type=click.IntRange(0),
+    metavar="N",
+    default=0,
+)
+@_option(
     "--root",
     "Folder of checkpoints, metrics and the token cache.",
     type=click.Path(file_okay=False, path_type=Path),

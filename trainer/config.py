@@ -26,6 +26,8 @@ class TrainConfig:
     weight_decay: float
     grad_clip: float
     save_every: int
+    keep_last: int
+    keep_every: int
     root: Path
     resume: str
     seed: int

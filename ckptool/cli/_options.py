@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ckptool.core.dtypes import DTYPE_OPTIONS
+from ckptool.errors import UsageError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -68,6 +70,30 @@ root_option = click.option(
     show_envvar=True,
     help="The folder that holds the checkpoints (default ./ckpt).",
 )
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+def root_choices(command: Command) -> Command:
+    """Add ROOT as an argument, and `--root` as another way to say it; `root_choice` tells which was meant."""
+    option = click.option(
+        "--root",
+        "root_option",
+        type=_FOLDER,
+        envvar="CKPTOOL_ROOT",
+        show_envvar=True,
+        help="The same as the argument (default ./ckpt).",
+    )
+    return click.argument("root", type=_FOLDER, required=False)(option(command))
+
+
+def root_choice(root: Path | None, root_option: Path | None) -> Path | None:
+    """The root that was given; None for the default. Raises UsageError when it was given twice."""
+    typed = click.get_current_context().get_parameter_source("root_option") is ParameterSource.COMMANDLINE
+    if root is not None and typed:
+        raise UsageError("the root is given twice, as an argument and as --root")
+    return root or root_option
+
 
 dtype_option = click.option(
     "--dtype",

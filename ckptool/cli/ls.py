@@ -7,35 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
-from ckptool.cli._options import output_options
+from ckptool.cli._options import output_options, root_choice, root_choices
 from ckptool.cli._output import duration, line, show, size, table
 from ckptool.core.plan import Result
-from ckptool.errors import UsageError
-
-_FOLDER = click.Path(file_okay=False, path_type=Path)
 
 
 @click.command("ls", short_help="List the checkpoints under the root.")
-@click.argument("root", type=_FOLDER, required=False)
-@click.option(
-    "--root",
-    "root_option",
-    type=_FOLDER,
-    envvar="CKPTOOL_ROOT",
-    show_envvar=True,
-    help="The same as the argument (default ./ckpt).",
-)
+@root_choices
 @output_options
 def command(*, root: Path | None, root_option: Path | None, as_json: bool, quiet: bool) -> None:
     """List the checkpoints under ROOT: step, size, state, who wrote them and how far the data was read."""
     from ckptool.ops.ls import ls
 
-    typed = click.get_current_context().get_parameter_source("root_option") is ParameterSource.COMMANDLINE
-    if root is not None and typed:
-        raise UsageError("the root is given twice, as an argument and as --root", hint=f"ckptool ls {root}")
-    result = ls(root or root_option)
+    result = ls(root_choice(root, root_option))
     show(result, as_json=as_json, quiet=quiet, human=_show, bare=[row["name"] for row in result.details["checkpoints"]])
 
 
@@ -57,11 +42,18 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["name"],
         _or_dash(row["step"]),
         size(row["num_bytes"]),
-        "complete" if row["complete"] else row["reason"],
+        _state(row),
         _or_dash(row["world_size"]),
         _or_dash(row["consumed"]),
         _age(row["created"]),
     ]
+
+
+def _state(row: dict[str, Any]) -> str:
+    state = "complete" if row["complete"] else row["reason"]
+    if row["pinned"] is None:
+        return state
+    return f"{state}, pinned{': ' + row['pinned'] if row['pinned'] else ''}"
 
 
 def _age(created: float | None) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from ckptool import __version__
-from ckptool.cli import completion, copy, diff, export, import_hf, inspect, ls, verify
+from ckptool.cli import completion, copy, diff, export, import_hf, inspect, ls, pin, prune, verify
 from ckptool.cli._errors import report
 
 EPILOG = (
@@ -36,6 +36,8 @@ for command in (
     inspect.command,
     verify.command,
     diff.command,
+    prune.command,
+    pin.command,
     copy.command,
     completion.command,
 ):

@@ -28,4 +28,5 @@ def _row(summary: runs.CheckpointSummary) -> dict[str, Any]:
         "world_size": summary.world_size,
         "consumed": summary.consumed,
         "created": summary.created,
+        "pinned": summary.pinned,
     }

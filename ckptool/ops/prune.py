@@ -1,0 +1,190 @@
+"""Remove the checkpoints of a run that no rule keeps: first a plan, then the removal, commit marker before the rest."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptool import runs
+from ckptool.core.plan import Result
+from ckptool.core.retention import Candidate, KeepBest, KeepRules, reasons_to_keep
+from ckptool.errors import CkptoolError, DamagedError, NotFoundError, StorageError, UsageError
+from ckptool.formats.dcp_metadata import METADATA_FILE, read_manifest
+from ckptool.storage.files import explain_os_error, fsync_path, os_errors
+from ckptool.storage.lock import acquire, is_stale, owner_of
+from ckptool.storage.metrics_file import METRICS_FILE, read_metric
+from ckptool.storage.pins import read_pins
+from ckptool.storage.staging import is_staging, recover, target_of
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder of the run root, and why it stays or goes. `num_bytes` is what it takes on the disk."""
+
+    name: str
+    num_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What will stay, what will be removed, and what is broken but was not asked to be removed."""
+
+    root: Path
+    keep: tuple[Entry, ...]
+    remove: tuple[Entry, ...]
+    broken: tuple[Entry, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.remove)
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {part: [asdict(entry) for entry in getattr(self, part)] for part in ("keep", "remove", "broken")}
+        return {**parts, "freed_bytes": self.freed_bytes}
+
+
+def prune(
+    root: Path | None = None,
+    *,
+    keep_last: int = 0,
+    keep_every: int = 0,
+    keep_within_seconds: float = 0.0,
+    keep_best: tuple[str, str, int] | None = None,
+    stale: bool = False,
+    in_use: Collection[str] = (),
+    confirm: Callable[[PrunePlan], bool] = lambda plan: True,
+) -> Result:
+    """Remove the complete `step-N` checkpoints under `root` that no rule keeps; the newest complete one always stays.
+
+    `keep_best` is (metric, "min" or "max", count), by the run's metrics.jsonl. `stale` also removes incomplete
+    checkpoints and what dead writers left; without it they are only reported. `in_use` are names that stay. `confirm`
+    sees the plan and says whether to go on. A removal that fails is reported in the result, and the rest goes on.
+
+    Raises UsageError without anything to do, and what reading the root raises; nothing is then removed.
+    """
+    start = time.monotonic()
+    rules = KeepRules(keep_last, keep_every, keep_within_seconds, _best_rule(keep_best))
+    if not rules and not stale:
+        raise UsageError(
+            "nothing says what to keep", hint="--keep-last 3, --keep-every 1000, --keep-within 7d; or only --stale"
+        )
+    plan = plan_prune(runs.default_root() if root is None else Path(root), rules, stale=stale, in_use=in_use)
+    executed = confirm(plan)
+    removed, failed = _execute(plan) if executed else ([], {})
+    details = {**plan.to_json(), "removed": removed, "failed": failed}
+    return Result("prune", str(plan.root), None, executed, time.monotonic() - start, details=details)
+
+
+def plan_prune(root: Path, rules: KeepRules, *, stale: bool = False, in_use: Collection[str] = ()) -> PrunePlan:
+    """Decide, without changing anything. Raises NotFoundError when `root` is a file, DamagedError or UsageError when
+    the metric that `rules` goes by can't be read."""
+    rules.check()
+    summaries = runs.list_checkpoints(root)
+    steps = {summary.name: summary for summary in summaries if runs.is_step_name(summary.name)}
+    sizes = {summary.name: runs.bytes_on_disk(summary.path) for summary in summaries}
+    candidates = [
+        Candidate(s.name, s.step or 0, sizes[s.name], s.complete, s.created, s.pinned) for s in steps.values()
+    ]
+    metric = read_metric(root / METRICS_FILE, rules.best.metric) if rules.best else None
+    reasons = reasons_to_keep(candidates, rules, now=time.time(), metric=metric, in_use=in_use)
+    keep, remove, broken = [], [], []
+    for candidate in candidates:
+        why, fault = ", ".join(reasons[candidate.name]), steps[candidate.name].reason
+        if why:
+            keep.append(Entry(candidate.name, candidate.num_bytes, why))
+        elif candidate.complete:
+            remove.append(Entry(candidate.name, candidate.num_bytes, "no rule keeps it"))
+        elif stale and _is_beyond_use(root / candidate.name):
+            remove.append(Entry(candidate.name, candidate.num_bytes, fault))
+        else:
+            broken.append(Entry(candidate.name, candidate.num_bytes, fault))
+    for summary in summaries:
+        if summary.kind == "staging" and is_stale(summary.path):
+            entry = Entry(summary.name, sizes[summary.name], summary.reason)
+            (remove if stale else broken).append(entry)
+    return PrunePlan(root, tuple(keep), tuple(remove), tuple(broken))
+
+
+def _best_rule(best: tuple[str, str, int] | None) -> KeepBest | None:
+    return KeepBest(best[0], best[2], best[1]) if best else None
+
+
+def _is_beyond_use(path: Path) -> bool:
+    """True when the checkpoint is damaged for sure, rather than unreadable for now or of a kind not understood."""
+    try:
+        read_manifest(path)
+    except (DamagedError, NotFoundError):
+        return True
+    except CkptoolError:
+        return False
+    return False
+
+
+def _execute(plan: PrunePlan) -> tuple[list[str], dict[str, str]]:
+    """Remove what the plan says, oldest first. Returns the names removed, and those that failed with the cause."""
+    removed: list[str] = []
+    failed: dict[str, str] = {}
+    for entry in plan.remove:
+        path = plan.root / entry.name
+        try:
+            if is_staging(path):
+                _remove_staging(path)
+            else:
+                _check_still_removable(plan, entry.name)
+                remove_checkpoint(path)
+            removed.append(entry.name)
+        except CkptoolError as error:
+            failed[entry.name] = str(error)
+    return removed, failed
+
+
+def _check_still_removable(plan: PrunePlan, name: str) -> None:
+    """The world may have changed since the plan was made: a new pin, or the newest checkpoint lost."""
+    if name in read_pins(plan.root):
+        raise StorageError(f"{name} was pinned meanwhile")
+    latest = runs.find_latest(plan.root)
+    if latest is None or latest.path.name == name:
+        raise StorageError(f"{name} is the last good checkpoint now: what was to stay is damaged or gone")
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint folder. Its `.metadata` goes first, for good: half of one is never taken for a whole one.
+
+    Raises StorageError or AccessError when the disk refuses; the rest of the folder then lies there, incomplete.
+    """
+    if path.is_symlink():
+        raise StorageError(f"{path} is a link; what it leads to is not removed")
+    with os_errors(path):
+        (path / METADATA_FILE).unlink(missing_ok=True)
+        fsync_path(path)
+    _remove_tree(path)
+
+
+def _remove_staging(path: Path) -> None:
+    """Remove what a dead writer left, unless another one has just taken it over."""
+    recover(target_of(path))
+    if owner_of(path) is None:
+        _remove_tree(path)
+    elif path.exists():
+        acquire(path).release()
+        if path.exists():
+            raise StorageError(f"{path} could not be removed")
+
+
+def _remove_tree(path: Path) -> None:
+    faults: list[OSError] = []
+
+    def note(function: Any, name: str, information: Any) -> None:
+        if not isinstance(information[1], FileNotFoundError):
+            faults.append(information[1])
+
+    shutil.rmtree(path, onerror=note)
+    if faults:
+        raise explain_os_error(faults[0], faults[0].filename or path)
+    with os_errors(path.parent):
+        fsync_path(path.parent)

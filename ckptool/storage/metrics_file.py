@@ -1,0 +1,54 @@
+"""Reading one metric out of a run's `metrics.jsonl`: a JSON object a line, by a writer that may die any time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ckptool.errors import DamagedError, UsageError
+from ckptool.storage.files import open_regular, os_errors
+
+METRICS_FILE = "metrics.jsonl"
+_MAX_LINE_BYTES = 1 << 20
+
+
+def read_metric(path: Path, metric: str) -> dict[int, float]:
+    """The value of `metric` at each step; a step that was trained twice has its last value. NaN counts as no value.
+
+    A torn line, as a killed writer leaves, is passed over. Raises DamagedError for a line that is something else than
+    a record of a step, UsageError when no line has the metric.
+    """
+    values: dict[int, float] = {}
+    others: set[str] = set()
+    for record in _records(path):
+        step, value = record.get("step"), record.get(metric)
+        if type(step) is not int:
+            raise DamagedError(f"{path}: a line without a step")
+        others.update(name for name, number in record.items() if isinstance(number, float))
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise DamagedError(f"{path}: {metric} of step {step} is no number")
+        values.pop(step, None)
+        if math.isfinite(value):
+            values[step] = float(value)
+    if not values:
+        raise UsageError(f"{path}: no step has a {metric!r}", hint=f"there: {', '.join(sorted(others)[:10]) or 'none'}")
+    return values
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    with os_errors(path), open(open_regular(path), "rb") as file:
+        while raw := file.readline(_MAX_LINE_BYTES):
+            if len(raw) == _MAX_LINE_BYTES:
+                raise DamagedError(f"{path}: a line of more than {_MAX_LINE_BYTES} bytes")
+            try:
+                record = json.loads(raw)
+            except (ValueError, RecursionError):
+                continue
+            if not isinstance(record, dict):
+                raise DamagedError(f"{path}: a line that is no record of a step")
+            yield record
