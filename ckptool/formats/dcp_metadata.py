@@ -16,9 +16,11 @@ from ckptool.core.tensors import Chunk, Locator, ObjectEntry, TensorEntry
 from ckptool.errors import DamagedError, NotFoundError, UnsupportedError
 from ckptool.formats import dcp_stubs as stubs
 from ckptool.storage import safe_pickle
+from ckptool.storage.digests_file import is_ours
 from ckptool.storage.files import os_errors, read_json, safe_join
 from ckptool.storage.pickle_scan import MAX_PICKLE_BYTES
 from ckptool.storage.safe_pickle import describe
+from ckptool.storage.seal import unseal
 
 METADATA_FILE = ".metadata"
 PROVENANCE_FILE = "ckptool.json"
@@ -46,10 +48,14 @@ def parse_manifest(folder: Path, provenance: Provenance | None) -> Manifest:
 
     Raises what `read_manifest` raises.
     """
-    raw = _read_metadata_file(folder)
+    location = str(folder / METADATA_FILE)
+    raw, sealed = unseal(_read_metadata_file(folder), location)
     with _no_garbage_collection():
-        metadata = safe_pickle.load(raw, stubs.METADATA_GLOBALS, str(folder / METADATA_FILE))
-        return _to_manifest(metadata, folder, provenance)
+        metadata = safe_pickle.load(raw, stubs.METADATA_GLOBALS, location)
+        manifest = _to_manifest(metadata, folder, provenance)
+    if is_ours(manifest.save_id) and not sealed:
+        raise DamagedError(f"{location} was changed or cut short since it was written: its own checksum is gone")
+    return manifest
 
 
 def read_provenance(path: Path | str) -> Provenance | None:

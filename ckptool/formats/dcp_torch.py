@@ -17,6 +17,7 @@ from ckptool.storage.digest import TensorDigest
 from ckptool.storage.digests_file import FileDigest, TensorRecord
 from ckptool.storage.files import os_errors
 from ckptool.storage.hashing import write_digests
+from ckptool.storage.seal import seal
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -105,10 +106,10 @@ def commit(
 
 
 def write_metadata(folder: Path, metadata: Metadata) -> None:
-    """Write `.metadata` through a temporary name, so that it is there whole or not at all."""
+    """Write `.metadata`, sealed, through a temporary name, so that it is there whole or not at all."""
     temporary = folder / f"{METADATA_FILE}.tmp"
     with os_errors(folder):
-        temporary.write_bytes(pickle.dumps(metadata))
+        temporary.write_bytes(seal(pickle.dumps(metadata)))
         os.replace(temporary, folder / METADATA_FILE)
 
 

@@ -66,6 +66,11 @@ def save_id_for(digests_bytes: bytes) -> str:
     return _SAVE_ID_PREFIX + blake3(digests_bytes).hexdigest()
 
 
+def is_ours(save_id: str) -> bool:
+    """True for what `save_id_for` returns: the checkpoint was written with digests, and its `.metadata` sealed."""
+    return save_id.startswith(_SAVE_ID_PREFIX)
+
+
 def read_digests(folder: Path, save_id: str) -> Digests | None:
     """The folder's digests, or None when the checkpoint was written without any.
 
@@ -73,7 +78,7 @@ def read_digests(folder: Path, save_id: str) -> Digests | None:
     changed, or is not of this form.
     """
     path = folder / DIGESTS_FILE
-    covered = save_id.startswith(_SAVE_ID_PREFIX)
+    covered = is_ours(save_id)
     if not path.exists():
         if covered:
             raise DamagedError(f"{path} is missing, and .metadata says that it was written")

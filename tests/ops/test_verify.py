@@ -18,6 +18,7 @@ from ckptool.core.findings import Finding
 from ckptool.core.tensors import Locator
 from ckptool.errors import NotFoundError, UnsafeError, UsageError
 from ckptool.formats.dcp_entry import read_entry
+from ckptool.formats.dcp_torch import write_metadata
 from ckptool.storage.files import RangeReader
 from tests.ops.conftest import Copy, trained_tensors
 from tests.tiny_models import llama, save_folder
@@ -46,7 +47,7 @@ def payload(folder: Path, fqn: str, chunk: int = 0) -> tuple[str, int, int]:
 def edit_metadata(folder: Path, change: Callable[[Any], None]) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     change(metadata)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    write_metadata(folder, metadata)
 
 
 def only(findings: tuple[Finding, ...]) -> Finding:
