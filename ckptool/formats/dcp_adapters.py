@@ -62,7 +62,18 @@ def plain_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise explain_os_error(error, error.filename or path) from None
     except Exception as error:
+        refused = _os_error_behind(error)
+        if refused is not None:
+            raise explain_os_error(refused, refused.filename or path) from None
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+def _os_error_behind(error: BaseException) -> OSError | None:
+    """The disk's own complaint: torch.save puts one about its half-written archive over it."""
+    behind = error.__context__
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__context__
+    return behind
 
 
 @dataclasses.dataclass
