@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptool.errors import UnsupportedError as UnsupportedError
     from ckptool.errors import UsageError as UsageError
     from ckptool.formats.dcp_metadata import read_manifest
+    from ckptool.naming.meta_model import read_config as read_config
     from ckptool.ops.diff import diff as diff
     from ckptool.ops.export import export as export
     from ckptool.ops.import_hf import import_hf as import_hf
@@ -59,6 +60,7 @@ _HOMES = {
     "find_latest": "ckptool.runs",
     "list_checkpoints": "ckptool.runs",
     "resolve": "ckptool.runs",
+    "read_config": "ckptool.naming.meta_model",
     "save": "ckptool.distributed",
     "load": "ckptool.distributed",
 }
@@ -84,6 +86,7 @@ __all__ = [
     "open_checkpoint",
     "prune",
     "rank_units",
+    "read_config",
     "resolve",
     "save",
     "unit_index",

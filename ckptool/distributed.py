@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from ckptool.errors import CkptoolError, DistributedError, MismatchError, name_s
 from ckptool.formats.dcp_adapters import LoadReader, LoadStatePlanner, SaveStatePlanner, SaveWriter
 from ckptool.formats.dcp_metadata import PROVENANCE_FILE
 from ckptool.formats.dcp_source import DcpSource
+from ckptool.formats.hf_folder import EXTRA_NAME, copy_side_files, side_files
 from ckptool.ranks import Ranks
 from ckptool.storage.files import os_errors, write_json
 from ckptool.storage.staging import create_staging
@@ -131,7 +131,8 @@ def _write_sidecars(
         record = dataclasses.asdict(position) if isinstance(position, DataPosition) else dict(position)
         write_json(folder / POSITION_FILE, record)
     if side_folder is not None and side_folder.is_dir():
-        shutil.copytree(side_folder, folder / SIDE_FOLDER)
+        extra = [EXTRA_NAME] if (side_folder / EXTRA_NAME).exists() else []
+        copy_side_files(side_folder, folder / SIDE_FOLDER, [*side_files(side_folder), *extra])
 
 
 def _digests(flat: Mapping[str, Any]) -> dict[str, str]:

@@ -161,6 +161,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "open_checkpoint",
         "prune",
         "rank_units",
+        "read_config",
         "resolve",
         "save",
         "unit_index",

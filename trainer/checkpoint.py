@@ -128,6 +128,7 @@ def _open(path: Path, is_resume: bool, passed_over: tuple[tuple[str, str], ...] 
         raise UsageError(f"{path} holds no model", hint="ckptool inspect shows what it holds")
     if is_resume and "data.record" not in manifest.objects:
         raise UsageError(f"{path} is no training checkpoint, so it can't be resumed", hint=f"--init-from {path.name}")
+    ckptool.read_config(path / "hf", len(weights), sum(tensor.num_bytes for tensor in weights))
     dtypes = tuple(sorted({t.dtype for t in weights if getattr(torch, t.dtype).is_floating_point}))
     provenance = manifest.provenance or Provenance(tool_version=ckptool.__version__)
     return Origin(path, is_resume, provenance, dtypes, passed_over)

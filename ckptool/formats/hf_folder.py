@@ -13,7 +13,7 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, NotFoundError, StorageError, UnsupportedError, name_some
 from ckptool.formats.safetensors_file import build_header, read_header
-from ckptool.storage.files import RangeReader, os_errors, read_json, write_json
+from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join, write_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -128,22 +128,25 @@ def is_weight_file(name: str) -> bool:
 
 
 def side_files(folder: Path) -> list[str]:
-    """Every file below `folder` that holds no weights, as relative names; hidden files and folders are left out."""
+    """Every file below `folder` that holds no weights, as relative names; hidden files and folders are left out.
+
+    Raises UnsafeError for a link out of the folder: a stranger's link must not pick files of this machine to be copied.
+    """
     names: list[str] = []
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         relative = Path(parent).relative_to(folder)
         names.extend((relative / f).as_posix() for f in files if not f.startswith(".") and not is_weight_file(f))
-    return sorted(names)
+    return sorted(name for name in names if safe_join(folder, name).is_file())
 
 
 def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copy the named files, byte for byte, following links (a Hub cache is made of them)."""
+    """Copy the named files, byte for byte, following links inside the folder (a Hub cache is made of them)."""
     for name in names:
         destination = target / name
         with os_errors(destination):
             destination.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, destination)
+            shutil.copyfile(safe_join(source, name), destination)
 
 
 def assign_shards(entries: Iterable[TensorEntry], max_shard_bytes: int) -> dict[str, list[TensorEntry]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from ckptool.core.config_limits import check_config
 from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.storage.files import read_json
 
@@ -16,14 +17,19 @@ from ckptool.storage.files import read_json
 _QUANTIZATION_KEY = "quantization_config"
 
 
-def read_config(folder: Path) -> dict[str, Any] | None:
-    """The folder's config.json, or None when there is none. Raises UnsupportedError for quantised weights."""
+def read_config(folder: Path, num_tensors: int, num_bytes: int) -> dict[str, Any] | None:
+    """The folder's config.json, or None when there is none. `num_tensors` and `num_bytes` are the weights'.
+
+    Raises DamagedError when it can't be the config of such weights, UnsupportedError for quantised ones. What it
+    returns, or build_meta_model makes of it, is as large as the weights allow.
+    """
     path = folder / "config.json"
     if not path.exists():
         return None
     config = read_json(path, max_bytes=16 << 20)
     if not isinstance(config, dict):
         raise DamagedError(f"{path} is not a JSON object")
+    check_config(config, str(path), num_tensors=num_tensors, num_bytes=num_bytes)
     quantization = config.get(_QUANTIZATION_KEY)
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
@@ -42,11 +48,12 @@ def is_custom_code(config: dict[str, Any]) -> bool:
 def build_meta_model(folder: Path, dtype: str | None = None) -> transformers.PreTrainedModel:
     """The model of `folder`'s config on the meta device, in `dtype` where a cast is wanted.
 
-    Raises UnsupportedError when this transformers doesn't know the architecture.
+    The config must have passed `read_config`. Raises UnsupportedError when this transformers doesn't know the
+    architecture.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except Exception as error:  # a strange config makes transformers raise nearly anything
         raise UnsupportedError(
             f"{folder}: transformers {transformers.__version__} can't read its config: {_first_line(error)}",
             hint="pip install -U transformers",
@@ -58,7 +65,7 @@ def build_meta_model(folder: Path, dtype: str | None = None) -> transformers.Pre
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, dtype=torch_dtype)
-    except (ValueError, RuntimeError, ImportError, AttributeError, TypeError, NotImplementedError) as error:
+    except Exception as error:
         raise UnsupportedError(f"{folder}: can't build {model_class.__name__}: {_first_line(error)}") from error
     return model
 

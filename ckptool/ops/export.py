@@ -186,7 +186,7 @@ def _name_tensors(job: HfExport) -> NamePlan:
     from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
 
     shapes = {fqn: entry.shape for fqn, entry in job.live.items()}
-    config = read_config(job.hf_folder)
+    config = read_config(job.hf_folder, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
     if config is None:
         return keep_names(shapes, job.cast, "no hf/config.json in the checkpoint: tensors keep their names, no config")
     if is_custom_code(config):

@@ -42,7 +42,7 @@ def _to_hub_names(job: HfExport, state: dict[str, Any]) -> dict[str, Any]:
         stored = str(state[name].dtype).removeprefix("torch.")
         return state[name].to(getattr(torch, cast_dtype(stored, wanted)))
 
-    config = read_config(job.hf_folder)
+    config = read_config(job.hf_folder, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
     if config is None or is_custom_code(config):
         return {name: cast(name, job.cast) for name in state}
     model: Any = build_meta_model(job.hf_folder, job.cast)

@@ -106,7 +106,7 @@ def import_hf(
 def name_tensors(path: Path, source: HfSource, cast: str | None) -> NamePlan:
     from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
 
-    config = read_config(source.folder)
+    config = read_config(source.folder, len(source.manifest.tensors), source.manifest.num_bytes)
     shapes = {name: entry.shape for name, entry in source.manifest.tensors.items()}
     if config is None:
         return keep_names(shapes, cast, f"no config.json beside {path.name}: tensors keep their names")

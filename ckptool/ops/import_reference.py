@@ -15,7 +15,7 @@ from ckptool.core.provenance import Naming
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import UnsupportedError, name_some
 from ckptool.formats.hf_config import main_dtype
-from ckptool.formats.hf_folder import copy_side_files, side_files
+from ckptool.formats.hf_folder import copy_side_files, is_weight_file, side_files
 from ckptool.hub import Located
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk
@@ -66,7 +66,9 @@ def _load(folder: Path, cast: str | None) -> tuple[Any, tuple[str, ...]]:
 
     from ckptool.naming.meta_model import build_meta_model, read_config
 
-    if not folder.is_dir() or read_config(folder) is None:
+    # How many tensors the weights are is not known before they are loaded; a tensor has a byte at least.
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*") if is_weight_file(file.name))
+    if not folder.is_dir() or read_config(folder, min(num_bytes, 10_000), num_bytes) is None:
         raise UnsupportedError(f"{folder}: --engine transformers needs a model folder with config.json")
     model_class: Any = type(build_meta_model(folder))
     wanted = getattr(torch, cast) if cast else "auto"
