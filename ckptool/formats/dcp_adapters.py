@@ -13,6 +13,8 @@ import io
 import os
 import traceback
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future as ParallelResult
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -98,19 +100,38 @@ class _HashingFileSystem(FileSystem):
 
 
 class _DigestingPlanner:
-    """What the writer asks a planner for, digested on the way: only the items of this rank's final plan."""
+    """What the writer asks a planner for, digested on the way: only the items of this rank's final plan.
+
+    Tensors in the CPU's memory are digested by a thread, beside the one that writes; those on a GPU are, there.
+    """
 
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
-        self.digests: dict[str, TensorDigest] = {}
+        self._thread = ThreadPoolExecutor(1, "digest")
+        self._parts: list[tuple[str, ParallelResult[TensorDigest]]] = []
 
     def resolve_data(self, item: WriteItem) -> Any:
         data = self._planner.resolve_data(item)
         if item.tensor_data is not None and isinstance(data, torch.Tensor):
-            chunk, fqn = item.tensor_data.chunk, item.index.fqn
-            digest = digest_tensor(data, Box(tuple(chunk.offsets), tuple(chunk.sizes)), tuple(item.tensor_data.size))
-            self.digests[fqn] = self.digests.get(fqn, TensorDigest()) + digest
+            chunk, shape = item.tensor_data.chunk, tuple(item.tensor_data.size)
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            if data.is_cpu:
+                part = self._thread.submit(digest_tensor, data, box, shape)
+            else:
+                part = ParallelResult()
+                part.set_result(digest_tensor(data, box, shape))
+            self._parts.append((item.index.fqn, part))
         return data
+
+    def finish(self) -> dict[str, TensorDigest]:
+        """The sums of everything that was asked for, by fqn."""
+        digests: dict[str, TensorDigest] = {}
+        for fqn, part in self._parts:
+            digests[fqn] = digests.get(fqn, TensorDigest()) + part.result()
+        return digests
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
 
 class SaveWriter(FileSystemWriter):
@@ -133,11 +154,11 @@ class SaveWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         """The rank's write results, and one `_RankDigests` after them: DCP takes the list to rank 0 as it is."""
-        with plain_errors(self._folder):
-            digesting = _DigestingPlanner(planner)
+        with plain_errors(self._folder), contextlib.closing(_DigestingPlanner(planner)) as digesting:
             written = super().write_data(plan, cast(SavePlanner, digesting)).wait()
+            digests = _RankDigests(self._hashed.digests, digesting.finish())
         done: Future[list[Any]] = Future()
-        done.set_result([*written, _RankDigests(self._hashed.digests, digesting.digests)])
+        done.set_result([*written, digests])
         return done
 
     def storage_meta(self) -> StorageMeta:
