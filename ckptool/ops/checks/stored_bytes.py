@@ -25,7 +25,7 @@ from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests
 from ckptool.storage.files import RangeReader, safe_join
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
