@@ -26,7 +26,8 @@ METADATA_FILE = ".metadata"
 PROVENANCE_FILE = "ckptool.json"
 MODEL_PREFIX = "model."
 
-_Locators = dict[tuple[str, tuple[int, ...] | None], Locator]
+#: By fqn and by the chunk's offsets as text: a tuple of integers can be chosen to have any hash, a string can't.
+_Locators = dict[tuple[str, str], Locator]
 
 
 def read_manifest(path: Path | str) -> Manifest:
@@ -161,9 +162,9 @@ def _read_locators(metadata: stubs.Metadata, folder: Path, location: str) -> tup
         if locator.file not in files:
             file = safe_join(folder, locator.file)
             files[locator.file] = file.stat().st_size if file.is_file() else -1
-        if (fqn, offsets) in locators:
+        if (fqn, str(offsets)) in locators:
             raise DamagedError(f"{location}: two places for the same chunk of {fqn}")
-        locators[fqn, offsets] = locator
+        locators[fqn, str(offsets)] = locator
     return locators, {name: size for name, size in files.items() if size >= 0}
 
 
@@ -178,22 +179,27 @@ def _read_tensor(fqn: str, entry: stubs.TensorStorageMetadata, locators: _Locato
         raise UnsupportedError(f"{location}: tensor {fqn} has the unknown dtype {dtype_name}")
     if not _is_shape(shape) or not all(_is_shape(box.offsets) and _is_shape(box.sizes) for box in boxes):
         raise DamagedError(f"{location}: tensor {fqn} has an impossible shape")
-    filled = {box: _take(locators, fqn, box.offsets, location) for box in boxes if box.num_elements}
+    filled = {str(box.offsets): _take(locators, fqn, box.offsets, location) for box in boxes if box.num_elements}
     # Ranks without rows leave empty chunks, which may share their offsets with each other or with a filled one.
-    chunks = (Chunk(box, filled.get(box) or locators.pop((fqn, box.offsets), None)) for box in boxes)
+    chunks = [
+        Chunk(box, filled[str(box.offsets)] if box.num_elements else locators.pop((fqn, str(box.offsets)), None))
+        for box in boxes
+    ]
     return TensorEntry(fqn, dtype, shape, tuple(chunks))
 
 
 def _is_shape(dims: Any) -> bool:
-    return type(dims) is tuple and (not dims or (set(map(type, dims)) == {int} and min(dims) >= 0))
+    if type(dims) is not tuple or len(dims) > stubs.MAX_DIMS:
+        return False
+    return not dims or (set(map(type, dims)) == {int} and min(dims) >= 0 and max(dims) < 1 << 63)
 
 
 def _is_locator(locator: Locator) -> bool:
-    return type(locator.file) is str and type(locator.offset) is int and type(locator.length) is int
+    return type(locator.file) is str and type(locator.offset) is type(locator.length) is int
 
 
 def _take(locators: _Locators, fqn: str, offsets: tuple[int, ...] | None, location: str) -> Locator:
-    locator = locators.pop((fqn, offsets), None)
+    locator = locators.pop((fqn, str(offsets)), None)
     if locator is None:
         place = "" if offsets is None else f" the chunk at {list(offsets)} of"
         raise DamagedError(f"{location}: it does not say where{place} {fqn} is stored")

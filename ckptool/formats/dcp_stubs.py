@@ -15,6 +15,7 @@ from ckptool.storage.safe_pickle import FrozenType, Globals, KeyCheckedDict
 
 #: torch's own limit on the number of tensor dims.
 MAX_DIMS = 64
+_INTEGERS = frozenset([int])
 _MAX_PATH_PARTS = 256
 _MAX_PATH_LENGTH = 4096
 
@@ -97,7 +98,7 @@ class Dims(metaclass=FrozenType):
     """torch.Size: calling it gives a tuple of integers."""
 
     def __new__(cls, dims: Any = ()) -> Any:
-        if type(dims) not in (tuple, list) or len(dims) > MAX_DIMS or not all(type(size) is int for size in dims):
+        if type(dims) not in (tuple, list) or len(dims) > MAX_DIMS or not _INTEGERS.issuperset(map(type, dims)):
             raise TypeError("a torch.Size that is no list of integers")
         return tuple(dims)
 

@@ -64,3 +64,32 @@ def test_scalars_and_empty_tensors_are_covered_by_one_box() -> None:
     assert exact_cover_fault([Box((), ())], ()) == ""
     assert "overlap" in exact_cover_fault([Box((), ()), Box((), ())], ())
     assert exact_cover_fault([Box((0, 0), (0, 7))], (0, 7)) == ""
+
+
+@given(shape_and_box(), st.data())
+def test_covers_are_told_from_near_covers(case: tuple[tuple[int, ...], Box], data: st.DataObject) -> None:
+    """A box and what it leaves of the whole, cut into single elements; then one element moved, doubled or dropped."""
+    shape, box = case
+    rest = elements(Box.whole(shape)) - elements(box)
+    boxes = [box, *(Box(index, (1,) * len(shape)) for index in sorted(rest))]
+    assert exact_cover_fault(boxes, shape) == ""
+    assert exact_cover_fault(list(reversed(boxes)), shape) == ""
+    changed = data.draw(st.sampled_from(boxes))
+    assert exact_cover_fault([*boxes, changed], shape) != ""
+    assert exact_cover_fault([other for other in boxes if other is not changed], shape) != ""
+    if len(boxes) > 2:
+        doubled = data.draw(st.sampled_from([b for b in boxes if b is not changed]))
+        assert exact_cover_fault([doubled if b is changed else b for b in boxes], shape) != ""
+
+
+def test_a_cover_of_columns_is_checked_in_linear_time() -> None:
+    num_columns = 50_000
+    columns = [Box((0, i), (2, 1)) for i in range(num_columns)]
+    assert exact_cover_fault(columns, (2, num_columns)) == ""
+    columns[7] = columns[9]
+    assert "overlap" in exact_cover_fault(columns, (2, num_columns))
+
+
+def test_chunks_cut_along_more_dims_than_can_be_checked_are_refused() -> None:
+    shape = (2,) * 40
+    assert "more than can be checked" in exact_cover_fault([Box((0,) * 40, (1,) * 40)] * 2, shape)
