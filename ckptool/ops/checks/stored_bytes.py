@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,15 +17,16 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.findings import Finding
 from ckptool.core.interfaces import Progress
 from ckptool.core.tensors import Locator
-from ckptool.errors import DamagedError
+from ckptool.errors import DamagedError, StorageError
 from ckptool.formats.dcp_entry import StoredTensor, read_entry
-from ckptool.ops.blocks import in_threads
+from ckptool.ops.blocks import in_threads, num_workers
 from ckptool.ops.checks import next_steps
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests
 from ckptool.storage.files import RangeReader, safe_join
 
 _PIECE_BYTES = 256 << 10
+_MAX_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +78,34 @@ def check_bytes(
     job = _Job(folder, manifest, digests, next_steps.another_copy(folder, manifest), report)
     for chunk in chunks:
         job.chunks_of.setdefault(chunk.locator.file, []).append(chunk)
-    files = sorted(set(digests.files) - skip_files) if digests else []
+    files = set(digests.files) - skip_files if digests else set()
     if part[1] == 1:
         chunks = [chunk for chunk in chunks if chunk.locator.file not in files]
     else:
-        files = [file for file in files if file not in job.chunks_of]
+        files -= set(job.chunks_of)
     k, n = part
-    everything: list[str | StoredChunk] = [*files, *chunks]
-    units = everything[k - 1 :: n]
-    parts = list(in_threads(lambda unit: _check_unit(job, unit), units))
+    units: list[str | StoredChunk] = [*sorted(files), *chunks]
+    batches = _batches(units[k - 1 :: n])
+    parts = [one for found in in_threads(lambda batch: _check_batch(job, batch), batches) for one in found]
     return BytesReport(
         findings=tuple(finding for one in parts for finding in one.findings),
-        num_files=len(files) if n == 1 and digests else len({u.locator.file for u in units if not isinstance(u, str)}),
+        num_files=len({_file_of(unit) for batch in batches for unit in batch}),
         num_chunks=sum(one.num_chunks for one in parts),
         num_bytes=sum(one.num_bytes for one in parts),
         num_unsummed=sum(one.num_unsummed for one in parts),
     )
+
+
+def _batches(units: Sequence[str | StoredChunk]) -> list[list[str | StoredChunk]]:
+    """What a thread does at a time: a file (those come first), or a few chunks, of which there may be a million."""
+    batches: list[list[str | StoredChunk]] = [[unit] for unit in units if isinstance(unit, str)]
+    chunks = units[len(batches) :]
+    size = max(1, min(_MAX_BATCH, len(chunks) // (4 * num_workers())))
+    return [*batches, *(list(chunks[i : i + size]) for i in range(0, len(chunks), size))]
+
+
+def _file_of(unit: str | StoredChunk) -> str:
+    return unit if isinstance(unit, str) else unit.locator.file
 
 
 def stored_chunks(manifest: Manifest) -> list[StoredChunk]:
@@ -109,12 +122,10 @@ def stored_chunks(manifest: Manifest) -> list[StoredChunk]:
     return sorted(chunks.values(), key=lambda chunk: (chunk.locator.file, chunk.locator.offset))
 
 
-def _check_unit(job: _Job, unit: str | StoredChunk) -> BytesReport:
-    if isinstance(unit, str):
-        return _check_file(job, unit)
+def _check_batch(job: _Job, batch: Sequence[str | StoredChunk]) -> list[BytesReport]:
     reader = RangeReader(job.folder)
     try:
-        return _check_chunk(job, reader, unit)
+        return [_check_file(job, unit) if isinstance(unit, str) else _check_chunk(job, reader, unit) for unit in batch]
     finally:
         reader.close()
 
@@ -123,7 +134,10 @@ def _check_file(job: _Job, name: str) -> BytesReport:
     if job.digests is None:
         return BytesReport()
     path = safe_join(job.folder, name)
-    actual, num_bytes = digest_file(path), path.stat().st_size
+    try:
+        actual, num_bytes = digest_file(path), path.stat().st_size
+    except StorageError as error:
+        return BytesReport((Finding("corrupt", f"{name} can't be read: {error}", file=name, next_step=job.step),))
     if job.report:
         job.report(num_bytes)
     if actual == job.digests.files[name].blake3:
@@ -156,7 +170,7 @@ def _check_chunk(job: _Job, reader: RangeReader, chunk: StoredChunk) -> BytesRep
     try:
         stored = read_entry(reader, chunk.locator)
         crc32 = _payload_crc32(job, reader, chunk.locator.file, stored)
-    except DamagedError as error:
+    except (DamagedError, StorageError) as error:
         return BytesReport((_finding(job, chunk, str(error), chunk.locator.offset),))
     if (stored.dtype, stored.shape) != (chunk.dtype, chunk.box.sizes):
         message = f"is {stored.dtype} {list(stored.shape)}, .metadata says {chunk.dtype} {list(chunk.box.sizes)}"
@@ -194,9 +208,9 @@ def _payload_crc32(job: _Job, reader: RangeReader, file: str, stored: StoredTens
 def _check_object(job: _Job, reader: RangeReader, chunk: StoredChunk) -> BytesReport:
     """An object's archive: every member must have its checksum. Nothing of it is unpickled."""
     locator = chunk.locator
-    blob = reader.read(locator.file, locator.offset, locator.length)
     num_unsummed = 0
     try:
+        blob = reader.read(locator.file, locator.offset, locator.length)
         with zipfile.ZipFile(io.BytesIO(blob)) as archive:
             for member in archive.infolist():
                 if member.compress_type != zipfile.ZIP_STORED:
@@ -205,6 +219,8 @@ def _check_object(job: _Job, reader: RangeReader, chunk: StoredChunk) -> BytesRe
                     num_unsummed = 1
                 else:
                     archive.read(member)
+    except (DamagedError, StorageError) as error:
+        return BytesReport((_finding(job, chunk, str(error), locator.offset),))
     except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError, NotImplementedError, OverflowError) as error:
         return BytesReport((_finding(job, chunk, f"not a whole torch.save archive ({error})", locator.offset),))
     if job.report:
