@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+import itertools
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from ckptool.core.box import Box
 from ckptool.core.interfaces import Progress, Sink, Source
-from ckptool.core.plan import Plan, PlanItem, Transform
+from ckptool.core.plan import PIECES_IN_FLIGHT, Plan, PlanItem
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
 
@@ -31,33 +34,57 @@ def run(plan: Plan, source: Source, sink: Sink, report: Progress | None = None) 
     `report(num_bytes)` is called after each written piece. Errors of the source and the sink pass through; the caller
     publishes the sink's folder only after a normal return.
     """
-    reading, casting = _Buffer(), _Buffer()
-    for item in plan.items:
-        if item.transform is None:
-            _stream(item, source, sink, reading, casting, report)
+    for is_plain, items in itertools.groupby(plan.items, key=lambda item: item.transform is None):
+        if is_plain:
+            _stream(items, source, sink, report)
         else:
-            _convert(item, item.transform, source, sink, report)
+            for item in items:
+                _convert(item, source, sink, report)
     sink.finish()
 
 
-def _stream(
-    item: PlanItem, source: Source, sink: Sink, reading: _Buffer, casting: _Buffer, report: Progress | None
-) -> None:
-    entry, (source_fqn,) = item.targets[0], item.sources
-    stored = source.manifest.tensors[source_fqn]
-    for chunk in entry.chunks:
-        data = reading.view(chunk.box.num_elements * stored.itemsize_bytes)
-        source.read_into(source_fqn, chunk.box, data)
-        if entry.dtype != stored.dtype and data:
-            out = casting.view(chunk.box.num_elements * entry.itemsize_bytes)
-            _as_tensor(out, entry.dtype).copy_(_as_tensor(data, stored.dtype))
-            data = out
-        sink.write(entry.fqn, chunk.box, data)
+def _stream(items: Iterable[PlanItem], source: Source, sink: Sink, report: Progress | None) -> None:
+    """Copy box by box; a thread reads the next boxes while this one writes."""
+    ring = itertools.cycle([(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)])
+    pieces = ((item, chunk.box) for item in items for chunk in item.targets[0].chunks)
+    pending: collections.deque[tuple[TensorEntry, Box, Future[memoryview]]] = collections.deque()
+
+    def write_oldest() -> None:
+        entry, box, filled = pending.popleft()
+        data = filled.result()
+        sink.write(entry.fqn, box, data)
         if report:
             report(len(data))
 
+    with ThreadPoolExecutor(1, "read") as reader:
+        try:
+            for (item, box), buffers in zip(pieces, ring, strict=False):
+                pending.append((item.targets[0], box, reader.submit(_read_box, item, box, source, *buffers)))
+                if len(pending) == PIECES_IN_FLIGHT:
+                    write_oldest()
+            while pending:
+                write_oldest()
+        finally:
+            for _, _, filled in pending:
+                filled.cancel()
 
-def _convert(item: PlanItem, transform: Transform, source: Source, sink: Sink, report: Progress | None) -> None:
+
+def _read_box(item: PlanItem, box: Box, source: Source, reading: _Buffer, casting: _Buffer) -> memoryview:
+    """A box's elements in the target's dtype, in one of the two buffers."""
+    entry, (source_fqn,) = item.targets[0], item.sources
+    stored = source.manifest.tensors[source_fqn]
+    data = reading.view(box.num_elements * stored.itemsize_bytes)
+    source.read_into(source_fqn, box, data)
+    if entry.dtype == stored.dtype or not data:
+        return data
+    out = casting.view(box.num_elements * entry.itemsize_bytes)
+    _as_tensor(out, entry.dtype).copy_(_as_tensor(data, stored.dtype))
+    return out
+
+
+def _convert(item: PlanItem, source: Source, sink: Sink, report: Progress | None) -> None:
+    """Run a group's transform on whole tensors, and write what it makes."""
+    transform = item.transform or dict
     tensors = {fqn: read_whole(source, fqn, item.targets[0].dtype) for fqn in item.sources}
     made = transform(tensors)
     del tensors

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.dtypes import CASTABLE
-from ckptool.core.plan import Plan, PlanItem
+from ckptool.core.plan import PIECES_IN_FLIGHT, Plan, PlanItem
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, UnsupportedError, name_some
 from ckptool.naming.groups import NameGroup, NamePlan
@@ -102,4 +102,4 @@ def _item_peak_bytes(source: Manifest, item: PlanItem) -> int:
     largest = max(chunk.box.num_elements for chunk in entry.chunks)
     read_itemsize = source.tensors[item.sources[0]].itemsize_bytes
     casting = source.tensors[item.sources[0]].dtype != entry.dtype
-    return largest * (read_itemsize + (entry.itemsize_bytes if casting else 0))
+    return PIECES_IN_FLIGHT * largest * (read_itemsize + (entry.itemsize_bytes if casting else 0))

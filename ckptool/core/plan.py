@@ -8,6 +8,9 @@ from typing import Any
 
 from ckptool.core.tensors import TensorEntry
 
+#: How many boxes the engine holds at once: one being written, the others read ahead.
+PIECES_IN_FLIGHT = 3
+
 #: {source fqn: tensor} -> {target fqn: tensor}; the tensors are torch's, which core doesn't import.
 Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
