@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptool.core.box import Box
 from ckptool.core.dtypes import ITEMSIZE_BYTES
+
+#: torch's own limit on the number of tensor dims.
+MAX_DIMS = 64
+
+
+def is_possible_shape(shape: Sequence[int]) -> bool:
+    """True when torch can count in such a tensor: an empty one has strides too, and they must not overflow."""
+    return len(shape) <= MAX_DIMS and math.prod(max(size, 1) for size in shape) < 1 << 59
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptool.core.dtypes import ITEMSIZE_BYTES
-from ckptool.core.tensors import Locator
+from ckptool.core.tensors import MAX_DIMS, Locator
 from ckptool.errors import DamagedError, UnsupportedError
-from ckptool.formats.dcp_stubs import MAX_DIMS, Dims, Ignored
+from ckptool.formats.dcp_stubs import Dims, Ignored
 from ckptool.storage import safe_pickle
 from ckptool.storage.files import RangeReader
 from ckptool.storage.safe_pickle import FrozenType

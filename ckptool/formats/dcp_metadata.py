@@ -12,7 +12,7 @@ from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.core.provenance import Provenance
-from ckptool.core.tensors import Chunk, Locator, ObjectEntry, TensorEntry
+from ckptool.core.tensors import MAX_DIMS, Chunk, Locator, ObjectEntry, TensorEntry, is_possible_shape
 from ckptool.errors import DamagedError, NotFoundError, UnsupportedError
 from ckptool.formats import dcp_stubs as stubs
 from ckptool.storage import safe_pickle
@@ -179,6 +179,8 @@ def _read_tensor(fqn: str, entry: stubs.TensorStorageMetadata, locators: _Locato
         raise UnsupportedError(f"{location}: tensor {fqn} has the unknown dtype {dtype_name}")
     if not _is_shape(shape) or not all(_is_shape(box.offsets) and _is_shape(box.sizes) for box in boxes):
         raise DamagedError(f"{location}: tensor {fqn} has an impossible shape")
+    if not is_possible_shape(shape):
+        raise DamagedError(f"{location}: tensor {fqn} has an impossible shape: {list(shape)}")
     filled = {str(box.offsets): _take(locators, fqn, box.offsets, location) for box in boxes if box.num_elements}
     # Ranks without rows leave empty chunks, which may share their offsets with each other or with a filled one.
     chunks = [
@@ -189,7 +191,7 @@ def _read_tensor(fqn: str, entry: stubs.TensorStorageMetadata, locators: _Locato
 
 
 def _is_shape(dims: Any) -> bool:
-    if type(dims) is not tuple or len(dims) > stubs.MAX_DIMS:
+    if type(dims) is not tuple or len(dims) > MAX_DIMS:
         return False
     return not dims or (set(map(type, dims)) == {int} and min(dims) >= 0 and max(dims) < 1 << 63)
 

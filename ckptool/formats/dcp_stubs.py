@@ -10,11 +10,10 @@ import pathlib
 from typing import Any
 
 from ckptool.core.dtypes import ITEMSIZE_BYTES
+from ckptool.core.tensors import MAX_DIMS
 from ckptool.errors import UnsafeError
 from ckptool.storage.safe_pickle import FrozenType, Globals, KeyCheckedDict
 
-#: torch's own limit on the number of tensor dims.
-MAX_DIMS = 64
 _INTEGERS = frozenset([int])
 _MAX_PATH_PARTS = 256
 _MAX_PATH_LENGTH = 4096

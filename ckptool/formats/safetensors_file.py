@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.dtypes import ITEMSIZE_BYTES
-from ckptool.core.tensors import Chunk, Locator, TensorEntry
+from ckptool.core.tensors import Chunk, Locator, TensorEntry, is_possible_shape
 from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.storage.files import RangeReader, os_errors
 
@@ -96,7 +96,7 @@ def _entry(path: Path, file: str, name: str, record: Any, start: int) -> TensorE
     except (TypeError, KeyError, ValueError) as error:
         raise DamagedError(f"{path}: tensor {name} has no dtype, shape or data_offsets") from error
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
-    if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers) or end < begin:
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers) or end < begin or not is_possible_shape(shape):
         raise DamagedError(f"{path}: tensor {name} has an impossible shape or range")
     dtype = TORCH_NAMES.get(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:

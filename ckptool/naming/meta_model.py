@@ -92,8 +92,8 @@ class DtypeRule:
 
 def _model_class(folder: Path, config: Any) -> Any:
     for architecture in config.architectures or []:
-        model_class = getattr(transformers, architecture, None)
-        if model_class is not None:
+        model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+        if _is_model_class(model_class):
             return model_class
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
@@ -103,6 +103,11 @@ def _model_class(folder: Path, config: Any) -> Any:
         f"(architectures {config.architectures})",
         hint="pip install -U transformers",
     )
+
+
+def _is_model_class(found: Any) -> bool:
+    """True for the class of a model, rather than whatever else of the library a config may name."""
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and bool(found.config_class)
 
 
 def _first_line(error: Exception) -> str:

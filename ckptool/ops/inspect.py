@@ -11,6 +11,7 @@ from ckptool import runs
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.plan import Result
 from ckptool.core.tensors import TensorEntry
+from ckptool.errors import DamagedError
 from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.storage.files import read_json
 
@@ -76,6 +77,11 @@ def _files(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def _data_position(path: Path) -> Any:
-    position = path / DATA_POSITION_FILE
-    return read_json(position) if position.is_file() else None
+def _data_position(path: Path) -> dict[str, Any] | None:
+    file = path / DATA_POSITION_FILE
+    if not file.is_file():
+        return None
+    position = read_json(file)
+    if not isinstance(position, dict):
+        raise DamagedError(f"{file} is not a data position")
+    return position

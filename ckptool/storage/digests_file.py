@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from ckptool.errors import DamagedError
 from ckptool.storage.digest import ALGORITHM, TensorDigest
-from ckptool.storage.files import os_errors, read_json
+from ckptool.storage.files import MAX_JSON_BYTES, read_bytes, read_json
 
 DIGESTS_FILE = "digests.json"
 FORMAT_VERSION = 1
@@ -83,9 +83,7 @@ def read_digests(folder: Path, save_id: str) -> Digests | None:
         if covered:
             raise DamagedError(f"{path} is missing, and .metadata says that it was written")
         return None
-    with os_errors(path):
-        actual = save_id_for(path.read_bytes())
-    if actual != save_id:
+    if save_id_for(read_bytes(path, MAX_JSON_BYTES)) != save_id:
         raise DamagedError(f"{path} is not the one that .metadata was written with: it was changed or replaced")
     return _parse(read_json(path), path)
 

@@ -136,7 +136,7 @@ def _stays_inside(path: Path, root: Path) -> bool:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """A small file's content. Raises DamagedError when it is larger than `max_bytes`, UnsafeError for a pipe or device."""
+    """A small file's content. Raises DamagedError when it is larger than that, UnsafeError for a pipe or a device."""
     with os_errors(path), open(open_regular(path), "rb") as file:
         raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
