@@ -188,7 +188,9 @@ def _finding(job: _Job, chunk: StoredChunk, message: str, offset_bytes: int) -> 
         what = f"object {chunk.fqn}"
     else:
         what = f"tensor {chunk.fqn}, the chunk at {list(chunk.box.offsets)} of size {list(chunk.box.sizes)}"
-    text = f"{chunk.locator.file} at byte {offset_bytes}: {what}: {message}"
+    # The errors of the readers name the place themselves.
+    place = "" if chunk.locator.file in message else f"{chunk.locator.file} at byte {offset_bytes}: "
+    text = f"{place}{what}: {message}"
     return Finding("corrupt", text, chunk.fqn, chunk.locator.file, offset_bytes, job.step)
 
 
