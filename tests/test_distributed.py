@@ -155,6 +155,7 @@ def test_a_taken_target_is_refused_on_all_ranks(saved: list[dict[str, Any]]) -> 
 
 
 def test_values_that_differ_by_rank_are_refused(saved: list[dict[str, Any]]) -> None:
+    """Field report 2, pytorch#120356: one key with a value per rank kept one rank's."""
     assert {outcome["per rank"][0] for outcome in saved} == {MismatchError.__name__}
     assert "rng" in saved[3]["per rank"][1]
 
@@ -162,6 +163,7 @@ def test_values_that_differ_by_rank_are_refused(saved: list[dict[str, Any]]) -> 
 def test_one_rank_failing_is_every_ranks_error_and_nothing_is_published(
     saved: list[dict[str, Any]], root: Path
 ) -> None:
+    """Field report 24, xtuner#1852, transformers#48569: the other ranks ended in a time-out, without the cause."""
     kinds, messages = zip(*(outcome["failing"] for outcome in saved), strict=True)
     assert set(kinds) == {DistributedError.__name__}
     assert all("rank 2" in message and "ValueError: disk on fire" in message for message in messages)
