@@ -9,6 +9,7 @@ import math
 import pickle
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from ckptool.storage.pins import read_pins
 from ckptool.storage.seal import seal, unseal
 from tests.fuzz.mutate import broken
 
-SHORT, LONG = 400, 20_000
+SHORT, LONG = 400, 10_000
 Check = Callable[[Path, bytes], None]
 
 
@@ -89,7 +90,8 @@ def check_metadata(folder: Path, raw: bytes) -> None:
 
 def check_entry(folder: Path, raw: bytes) -> None:
     (folder / "entry").write_bytes(b"before" + raw + b"after")
-    stored = read_entry(RangeReader(folder), Locator("entry", 6, len(raw)))
+    with closing(RangeReader(folder)) as reader:
+        stored = read_entry(reader, Locator("entry", 6, len(raw)))
     assert 6 <= stored.payload_offset <= stored.payload_offset + stored.payload_bytes <= 6 + len(raw)
     assert math.prod(stored.shape) <= max(1, stored.payload_bytes) or 0 in stored.stride
     assert stored.is_contiguous in (True, False)
@@ -101,7 +103,8 @@ def check_blob(folder: Path, raw: bytes) -> None:
 
 def check_header(folder: Path, raw: bytes) -> None:
     (folder / "x.safetensors").write_bytes(raw)
-    entries, _ = read_header(RangeReader(folder), "x.safetensors")
+    with closing(RangeReader(folder)) as reader:
+        entries, _ = read_header(reader, "x.safetensors")
     assert sum(entry.num_bytes for entry in entries.values()) <= len(raw)
     build_header(list(entries.values()))
 
