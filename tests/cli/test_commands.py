@@ -142,7 +142,11 @@ def test_completion_scripts_call_this_command(shell: str, capsys: pytest.Capture
 
 
 def test_ctrl_c_ends_with_130_and_leaves_no_target(hub_folder: Path, tmp_path: Path) -> None:
-    script = "import sys; from ckptool.cli.main import main; print('ready', file=sys.stderr, flush=True); main()"
+    # A shell's background jobs ignore SIGINT, and so would their children: take Python's own handler.
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from ckptool.cli.main import main; print('ready', file=sys.stderr, flush=True); main()"
+    )
     command = [sys.executable, "-c", script, "import-hf", str(hub_folder), "base", "--root", str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
