@@ -69,36 +69,29 @@ def with_our_dicts(raw: bytes, location: str) -> bytes:
     while True:
         match = _PLAIN_RUN.match(raw, position)
         position = match.end() if match else position
-        if position >= len(raw):
-            raise DamagedError(f"{location}: the pickle ends at byte {position} without its STOP (cut short?)")
-        opcode = raw[position]
-        if opcode == _STOP:
-            break
-        replaced_bytes = _replaced_bytes(raw, position, opcode)
-        if replaced_bytes and not _is_cut(raw, position, opcode):
+        opcode = raw[position] if position < len(raw) else -1
+        if opcode == _EMPTY_DICT:
+            parts += (raw[copied:position], _OUR_DICT)
+            copied = position = position + 1
+        elif opcode == _MARK:  # the plain run stops at a MARK only when DICT follows
+            parts += (raw[copied:position], _OUR_DICT)
+            copied = position = position + 2
+        elif opcode == _FRAME and not _is_cut(raw, position):
             parts.append(raw[copied:position])
-            if opcode != _FRAME:
-                parts.append(_OUR_DICT)
-            copied = position = position + replaced_bytes
+            copied = position = position + _FRAME_BYTES
+        elif opcode == _STOP:
+            parts.append(raw[copied : position + 1])
+            return _in_one_frame(b"".join(parts))
+        elif opcode < 0:
+            raise DamagedError(f"{location}: the pickle ends at byte {position} without its STOP (cut short?)")
         else:
             position = _after_sized(raw, position, opcode, location)
-    parts.append(raw[copied : position + 1])
-    return _in_one_frame(b"".join(parts))
 
 
-def _replaced_bytes(raw: bytes, position: int, opcode: int) -> int:
-    """How many bytes of the pickle are left out here: an empty dict's opcodes or a frame's header; else 0."""
-    if opcode == _EMPTY_DICT:
-        return 1
-    if opcode == _MARK:  # the plain run stops at a MARK only when DICT follows
-        return 2
-    return _FRAME_BYTES if opcode == _FRAME else 0
-
-
-def _is_cut(raw: bytes, position: int, opcode: int) -> bool:
+def _is_cut(raw: bytes, position: int) -> bool:
     """True for a frame that reaches beyond the end."""
     start = position + _FRAME_BYTES
-    return opcode == _FRAME and start + int.from_bytes(raw[position + 1 : start], "little") > len(raw)
+    return start + int.from_bytes(raw[position + 1 : start], "little") > len(raw)
 
 
 def _in_one_frame(body: bytes) -> bytes:
