@@ -13,7 +13,7 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, NotFoundError, StorageError, UnsupportedError, name_some
 from ckptool.formats.safetensors_file import build_header, read_header
-from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join, write_json
+from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join, write_at, write_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -187,9 +187,7 @@ class HfSink:
         fd, offset, entry = self._places[fqn]
         position = offset + box.flat_start(entry.shape) * entry.itemsize_bytes
         with os_errors(self._folder):
-            done = 0
-            while done < len(data):
-                done += os.pwrite(fd, data[done:], position + done)
+            write_at(fd, data, position)
 
     def write_object(self, fqn: str, data: bytes) -> None:
         raise UnsupportedError(f"safetensors files can't hold the object {fqn}")

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, FileDigest, TensorRecord, save_id_for
-from ckptool.storage.files import os_errors
+from ckptool.storage.files import os_errors, pieces
 
 #: Writes from this size on are hashed by a thread beside the writing one: BLAKE3 and the kernel both work without the
 #: interpreter's lock.
@@ -41,7 +41,8 @@ class HashingFile:
             self._thread = self._thread or ThreadPoolExecutor(1, "hash")
             hashed = self._thread.submit(self._hasher.update, view)
             try:
-                self._file.write(view)
+                for piece in pieces(view):
+                    self._file.write(piece)
             finally:
                 hashed.result()
         self._num_bytes += len(view)
