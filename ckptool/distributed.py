@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptool.core.position import DataPosition
 from ckptool.core.provenance import Provenance
-from ckptool.errors import CkptoolError, DistributedError, MismatchError, name_some
+from ckptool.errors import CkptoolError, DistributedError, MismatchError, NotFoundError, name_some
 from ckptool.formats.dcp_adapters import LoadReader, LoadStatePlanner, SaveStatePlanner, SaveWriter
 from ckptool.formats.dcp_metadata import PROVENANCE_FILE
 from ckptool.formats.dcp_source import DcpSource
@@ -130,7 +130,12 @@ def _write_sidecars(
     if position is not None:
         record = dataclasses.asdict(position) if isinstance(position, DataPosition) else dict(position)
         write_json(folder / POSITION_FILE, record)
-    if side_folder is not None and side_folder.is_dir():
+    if side_folder is not None:
+        if not side_folder.is_dir():
+            raise NotFoundError(
+                f"{side_folder} is gone, and {folder.name} would lack its files",
+                hint="was the checkpoint that the run began from removed?",
+            )
         extra = [EXTRA_NAME] if (side_folder / EXTRA_NAME).exists() else []
         copy_side_files(side_folder, folder / SIDE_FOLDER, [*side_files(side_folder), *extra])
 

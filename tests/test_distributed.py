@@ -258,3 +258,10 @@ def test_a_stack_trace_can_be_sent_to_another_rank() -> None:
     if hasattr(stack[0], "_code"):  # Python 3.13: what makes frames unpicklable without our reducer
         object.__setattr__(stack[0], "_code", error_of.__code__)
     assert pickle.loads(pickle.dumps(stack))[0].name == stack[0].name
+
+
+def test_side_files_that_are_gone_stop_the_save_before_it_is_published(tmp_path: Path) -> None:
+    with pytest.raises(ckptool.NotFoundError, match="hf is gone"):
+        provenance = ckptool.Provenance("test")
+        ckptool.save({"a": torch.ones(2)}, tmp_path / "new", provenance=provenance, side_folder=tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []

@@ -59,6 +59,7 @@ class TrainingState:
     ties: dict[str, str]
     position: DataPosition
     step: int = 0
+    last_saved: Path | None = None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by checkpoint name, a tied one once."""
@@ -178,9 +179,10 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
         target,
         provenance=provenance,
         ties=ties,
-        side_folder=origin.hf_folder,
+        side_folder=_side_folder(state, origin),
         position=state.position,
     )
+    state.last_saved = target
     if ranks.rank == 0:
         _prune(config, origin, log)
     return time.perf_counter() - began
@@ -199,6 +201,13 @@ def _prune(config: TrainConfig, origin: Origin, log: Log) -> None:
         return
     for name, fault in result.details["failed"].items():
         log.say(f"{name} was not removed: {fault}")
+
+
+def _side_folder(state: TrainingState, origin: Origin) -> Path:
+    """The origin's `hf/`; the last save's when somebody has removed the origin since."""
+    if state.last_saved is not None and not origin.hf_folder.is_dir():
+        return state.last_saved / "hf"
+    return origin.hf_folder
 
 
 def _clear_way(target: Path, origin: Origin, log: Log) -> None:

@@ -159,7 +159,7 @@ def write_json(path: Path, value: Any) -> None:
         path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-#: The kernel takes larger writes at a fifth of the speed (benchmarks/results/write-size.md), so they are cut.
+#: Some kernels take several times as long for larger writes (benchmarks/results/write-size.md), so they are cut.
 WRITE_PIECE_BYTES = 1 << 20
 
 

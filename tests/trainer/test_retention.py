@@ -1,10 +1,13 @@
 """The trainer's own pruning: after a save is on the disk, never before, and never a reason to stop."""
 
+import shutil
+
 import pytest
 
 import ckptool
 from ckptool.storage.staging import create_staging
 from tests.trainer.tiny import run
+from trainer import checkpoint
 
 
 def kept(root):
@@ -44,3 +47,19 @@ def test_an_error_in_pruning_is_said_and_does_not_stop_the_run(root, capsys):
     run(root, steps=3, keep_last=1)
     assert "step-1 was not removed" in capsys.readouterr().err
     assert kept(root) == ["step-1", "step-2", "step-3"]
+
+
+def test_side_files_outlive_the_checkpoint_that_the_run_began_from(root, monkeypatch):
+    """Somebody removes the origin during the run: the next save takes its side files from the last one."""
+    save = checkpoint.save
+
+    def save_then_lose_the_origin(state, origin, *rest):
+        seconds = save(state, origin, *rest)
+        shutil.rmtree(origin.path, ignore_errors=True)
+        return seconds
+
+    monkeypatch.setattr(checkpoint, "save", save_then_lose_the_origin)
+    run(root, steps=3, save_every=1)
+    assert (root / "step-3" / "hf" / "config.json").read_bytes() == (
+        root / "step-1" / "hf" / "config.json"
+    ).read_bytes()
