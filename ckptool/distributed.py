@@ -24,11 +24,16 @@ from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_folder import EXTRA_NAME, copy_side_files, side_files
 from ckptool.ranks import Ranks
 from ckptool.storage.files import os_errors, write_json
+from ckptool.storage.lock import SILENCE_LIMIT_SECONDS
 from ckptool.storage.staging import create_staging
 from ckptool.template import Template, TemplateCheck
 
 POSITION_FILE = "data_position.json"
 SIDE_FOLDER = "hf"
+
+#: A run that was moved to another machine meets the lock of its own dead save: it waits for that to count as gone. Less
+#: than the 10 minutes after which NCCL gives up on the ranks that wait.
+PATIENCE_SECONDS = SILENCE_LIMIT_SECONDS + 60.0
 
 #: Plain tensors up to this size are compared between ranks before a save.
 _MAX_COMPARED_BYTES = 1 << 20
@@ -60,7 +65,7 @@ def save(
     action = f"saving {target}"
     digests = ranks.agree(action, lambda: _digests(Template(state_dict).values))
     _check_same_values(ranks.gather(digests, action))
-    staging = ranks.on_first(action, lambda: create_staging(Path(target), overwrite))
+    staging = ranks.on_first(action, lambda: create_staging(Path(target), overwrite, PATIENCE_SECONDS))
     try:
         ranks.on_first(action, lambda: _write_sidecars(staging.content, provenance, side_folder, position))
         _write(state_dict, SaveWriter(staging.content, ties or {}), ranks, action)

@@ -12,19 +12,25 @@ import os
 import secrets
 import shutil
 import socket
+import threading
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from ckptool.errors import LockedError
 from ckptool.storage.files import os_errors
 
-#: Nobody here can see whether another machine's process lives; after this long without a write it counts as gone.
-SILENCE_LIMIT_SECONDS = 3600.0
+#: An owner touches its file this often, as long as its process lives.
+HEARTBEAT_SECONDS = 20.0
+
+#: Nobody here can see whether another machine's process lives. After this long without a heartbeat or a write it counts
+#: as gone; many heartbeats, since clocks differ between machines and network filesystems cache what they tell.
+SILENCE_LIMIT_SECONDS = 300.0
 
 _PREFIX = "owner,"
 _ATTEMPTS = 5
+_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,17 @@ class Owner:
     def file_name(self) -> str:
         return _PREFIX + ",".join(quote(str(field), safe="") for field in astuple(self))
 
+    def is_here(self) -> bool:
+        """True when this process can see whether that one lives: same host, same pid namespace."""
+        here = Owner.this_process()
+        return (self.host, self.pid_namespace) == (here.host, here.pid_namespace)
+
     def is_gone(self, silent_seconds: float) -> bool:
         """True when the process has ended, or can't be seen from here and wrote nothing for `SILENCE_LIMIT_SECONDS`."""
         here = Owner.this_process()
         if self.host == here.host and self.boot != here.boot:
             return True  # the machine was started anew since
-        if (self.host, self.pid_namespace) != (here.host, here.pid_namespace):
+        if not self.is_here():
             return silent_seconds > SILENCE_LIMIT_SECONDS
         return _start_time(self.pid) != self.started
 
@@ -81,6 +92,20 @@ class Lock:
 
     folder: Path
     owner: Owner
+    stopped: threading.Event = field(default_factory=threading.Event, compare=False)
+
+    def start_heartbeat(self) -> None:
+        """Touch the owner's file every HEARTBEAT_SECONDS until the lock is released or lost, or the process ends."""
+        threading.Thread(target=self._beat, name=f"lock {self.folder.name}", daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self.stopped.wait(HEARTBEAT_SECONDS):
+            try:
+                os.utime(self.folder / self.owner.file_name)
+            except FileNotFoundError:
+                return  # taken over, or its parent was removed
+            except OSError:
+                continue  # a filesystem that doesn't answer just now
 
     def check_held(self) -> None:
         """Raise LockedError when another process has taken the lock over."""
@@ -100,6 +125,7 @@ class Lock:
 
     def release(self) -> None:
         """Remove the folder with all that is in it. A failure to remove leaves litter that blocks nobody."""
+        self.stopped.set()
         aside = _aside(self.folder, self.owner)
         with contextlib.suppress(OSError, LockedError):
             self.check_held()
@@ -108,17 +134,26 @@ class Lock:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def acquire(folder: Path) -> Lock:
+def acquire(folder: Path, patience_seconds: float = 0.0) -> Lock:
     """Make the lock folder, or take it over from a dead owner: what that one left is then still inside.
 
-    Raises LockedError naming the owner when it is alive, StorageError or AccessError when the disk refuses.
+    With patience, an owner that can't be seen from here is waited for, until it is done or counts as gone. Raises
+    LockedError naming the owner when it is alive, StorageError or AccessError when the disk refuses.
     """
+    deadline = time.monotonic() + patience_seconds
+    while time.monotonic() < deadline:
+        owner = owner_of(folder)
+        if owner is None or owner.is_here() or owner.is_gone(seconds_silent(folder)):
+            break
+        time.sleep(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
     owner = Owner.this_process()
     with os_errors(folder):
         for _ in range(_ATTEMPTS):
             if _create(folder, owner) or _take_over(folder, owner):
                 _sweep(folder)
-                return Lock(folder, owner)
+                lock = Lock(folder, owner)
+                lock.start_heartbeat()
+                return lock
     raise LockedError(f"{folder} is in the way, and nothing says whose it is", hint=f"remove it: rm -r {folder}")
 
 

@@ -98,15 +98,16 @@ def refuse_existing(target: Path, overwrite: bool = False) -> None:
         )
 
 
-def create_staging(target: Path, overwrite: bool = False) -> Staging:
+def create_staging(target: Path, overwrite: bool = False, patience_seconds: float = 0.0) -> Staging:
     """Take the lock on `target`, which must be free or is to be overwritten; remove what a dead writer left.
 
+    With patience, a writer on a machine that can't be seen from here is waited for until it is done or counts as gone.
     Raises TargetExistsError, LockedError, StorageError or AccessError.
     """
     refuse_existing(target, overwrite)
     with os_errors(target.parent):
         _make_folders(target.parent)
-    staging = Staging(target, acquire(staging_path(target)), overwrite)
+    staging = Staging(target, acquire(staging_path(target), patience_seconds), overwrite)
     try:
         with os_errors(staging.lock.folder):
             _restore(staging)
