@@ -94,6 +94,10 @@ class Lock:
     owner: Owner
     stopped: threading.Event = field(default_factory=threading.Event, compare=False)
 
+    def __reduce__(self) -> tuple[type[Lock], tuple[Path, Owner]]:
+        """Other ranks get the place and the owner; the heartbeat stays here, and ends when the owner's file does."""
+        return Lock, (self.folder, self.owner)
+
     def start_heartbeat(self) -> None:
         """Touch the owner's file every HEARTBEAT_SECONDS until the lock is released or lost, or the process ends."""
         threading.Thread(target=self._beat, name=f"lock {self.folder.name}", daemon=True).start()
