@@ -22,7 +22,9 @@ from ckptool.formats.dcp_adapters import LoadReader, LoadStatePlanner, SaveState
 from ckptool.formats.dcp_metadata import PROVENANCE_FILE
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_folder import EXTRA_NAME, copy_side_files, side_files
+from ckptool.load_check import check_loaded
 from ckptool.ranks import Ranks
+from ckptool.storage.digests_file import read_digests
 from ckptool.storage.files import os_errors, write_json
 from ckptool.storage.lock import SILENCE_LIMIT_SECONDS
 from ckptool.storage.staging import create_staging
@@ -92,6 +94,8 @@ def load(
     `allow_missing` are fqns that the checkpoint may lack, `ignore` prefixes of names in the checkpoint that are not
     wanted, `allow_cast` permits loading into another floating-point dtype.
 
+    What was read is compared with the checkpoint's digests before this returns.
+
     Raises, on every rank, MismatchError listing what differs; DamagedError, UnsafeError or NotFoundError for a
     checkpoint that can't be read; DistributedError when a rank failed while reading: the contents of `state_dict` are
     then undefined.
@@ -102,14 +106,18 @@ def load(
     with contextlib.closing(checkpoint):
         check = TemplateCheck(allow_cast, allow_missing, ignore)
         ranks.agree(action, lambda: check.run(Template(state_dict), checkpoint.manifest))
+        digests = ranks.agree(action, lambda: read_digests(Path(source), checkpoint.manifest.save_id))
+        reader = LoadReader(checkpoint)
         with ranks.dcp_step(action), _quiet_alone():
             dcp.load(
                 state_dict,
-                storage_reader=LoadReader(checkpoint),
+                storage_reader=reader,
                 planner=LoadStatePlanner(),
                 process_group=process_group,
                 no_dist=not ranks.is_distributed,
             )
+        if digests is not None:
+            check_loaded(checkpoint, digests, reader.read, ranks, action)
 
 
 def _write(state_dict: dict[str, Any], writer: SaveWriter, ranks: Ranks, action: str) -> None:

@@ -18,12 +18,12 @@ PACKAGE = TOP / "ckptool"
 LAYERS = (
     {"cli", "__main__"},
     {"ops"},
-    {"planner", "engine", "formats", "naming", "hub", "runs", "distributed", "ranks", "template"},
+    {"planner", "engine", "formats", "naming", "hub", "runs", "distributed", "ranks", "template", "load_check"},
     {"storage"},
     {"core"},
     {"errors"},
 )
-EAGER_TORCH_PARTS = {"naming", "engine", "distributed", "ranks", "template"}
+EAGER_TORCH_PARTS = {"naming", "engine", "distributed", "ranks", "template", "load_check"}
 EAGER_TORCH_FILES = {"formats/dcp_adapters.py"}
 MAX_LINES = 500
 HELP_SECONDS = 0.4

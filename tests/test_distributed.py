@@ -265,3 +265,22 @@ def test_side_files_that_are_gone_stop_the_save_before_it_is_published(tmp_path:
         provenance = ckptool.Provenance("test")
         ckptool.save({"a": torch.ones(2)}, tmp_path / "new", provenance=provenance, side_folder=tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
+
+
+def load_flipped(rank: int, folder: str) -> str:
+    """Every rank reads a part of each stored chunk, so that no chunk's own checksum is ever complete."""
+    world_size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {"w": distribute_tensor(torch.zeros(64, 32), mesh, [Shard(0)])}
+    return ": ".join(error_of(lambda: ckptool.load(state, Path(folder))))
+
+
+def test_a_flipped_bit_is_found_by_ranks_that_each_read_a_part(tmp_path: Path) -> None:
+    weights = torch.arange(64 * 32, dtype=torch.float32).reshape(64, 32)
+    ckptool.save({"w": weights}, tmp_path / "a", provenance=ckptool.Provenance("test"))
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(weights.numpy().tobytes()) + 5001] ^= 1
+    file.write_bytes(raw)
+    for outcome in run_ranks(3, load_flipped, str(tmp_path / "a")):
+        assert outcome.startswith("DamagedError: w has changed since it was written") and file.name in outcome

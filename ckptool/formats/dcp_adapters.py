@@ -39,7 +39,7 @@ from ckptool.errors import CkptoolError
 from ckptool.formats.dcp_source import DcpSource, load_blob
 from ckptool.formats.dcp_torch import commit, stamp_version, to_torch_metadata
 from ckptool.formats.tensor_digest import digest_tensor
-from ckptool.storage.digest import TensorDigest
+from ckptool.storage.digest import TensorDigest, digest_box
 from ckptool.storage.digests_file import FileDigest
 from ckptool.storage.files import explain_os_error
 from ckptool.storage.hashing import HashingFile
@@ -194,6 +194,8 @@ class LoadReader(FileSystemReader):
     def __init__(self, source: DcpSource) -> None:
         super().__init__(source.manifest.location)
         self._source = source
+        #: Per canonical fqn, the digest of what was read, and how many elements that is.
+        self.read: dict[str, tuple[TensorDigest, int]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = to_torch_metadata(self._source.manifest)
@@ -218,9 +220,18 @@ class LoadReader(FileSystemReader):
         target = planner.resolve_tensor(item).detach()
         if box.num_elements:
             stored = torch.empty(box.sizes, dtype=getattr(torch, self._source.manifest.tensors[fqn].dtype))
-            self._source.read_into(fqn, box, memoryview(stored.reshape(-1).view(torch.uint8).numpy().data))
+            data = memoryview(stored.reshape(-1).view(torch.uint8).numpy().data)
+            self._source.read_into(fqn, box, data)
+            self._add_up(fqn, box, data)
             target.copy_(stored)
         planner.commit_tensor(item, target)
+
+    def _add_up(self, fqn: str, box: Box, data: memoryview) -> None:
+        entry = self._source.manifest.tensors[fqn]
+        canonical = self._source.manifest.ties.get(fqn, fqn)
+        digest, num_elements = self.read.get(canonical, (TensorDigest(), 0))
+        digest += digest_box(data, box, entry.shape, entry.itemsize_bytes)
+        self.read[canonical] = (digest, num_elements + box.num_elements)
 
 
 class LoadStatePlanner(DefaultLoadPlanner):

@@ -33,7 +33,7 @@ class DcpSource:
 
     def __init__(self, path: Path | str) -> None:
         self.manifest: Manifest = read_manifest(path)
-        self._reader = RangeReader(Path(path))
+        self.reader = RangeReader(Path(path))
         self._entries: OrderedDict[Locator, StoredTensor] = OrderedDict()
         self._strided: tuple[Locator, bytearray] | None = None
         self._checksums: dict[Locator, tuple[int, int]] = {}
@@ -55,14 +55,14 @@ class DcpSource:
         locator = self.manifest.objects[fqn].locator
         if locator is None:
             raise DamagedError(f"{self.manifest.location}: {fqn} is not stored")
-        return self._reader.read(locator.file, locator.offset, locator.length)
+        return self.reader.read(locator.file, locator.offset, locator.length)
 
     def load_object(self, fqn: str) -> Any:
         """The value of an object entry. Raises UnsafeError when it is more than plain data."""
         return load_blob(self.read_object(fqn), f"{self.manifest.location}: {fqn}")
 
     def close(self) -> None:
-        self._reader.close()
+        self.reader.close()
 
     def _read_part(self, entry: TensorEntry, chunk: Chunk, common: Box, box: Box, out: memoryview) -> None:
         """Copy `common`, the part of `box` that lies in `chunk`, to its place in `out`, which holds all of `box`."""
@@ -95,7 +95,7 @@ class DcpSource:
     def _read_run(self, locator: Locator, stored: StoredTensor, start: int, out: memoryview, itemsize: int) -> None:
         """Read contiguous bytes of the tensor, from its byte `start` on."""
         start += stored.storage_offset * itemsize
-        self._reader.read_into(locator.file, stored.payload_offset + start, out)
+        self.reader.read_into(locator.file, stored.payload_offset + start, out)
         self._checksum(locator, stored, start, out)
 
     def _strided_view(self, locator: Locator, stored: StoredTensor, itemsize: int) -> Tensor:
@@ -104,7 +104,7 @@ class DcpSource:
 
         if self._strided is None or self._strided[0] != locator:
             payload = bytearray(stored.payload_bytes)
-            self._reader.read_into(locator.file, stored.payload_offset, memoryview(payload))
+            self.reader.read_into(locator.file, stored.payload_offset, memoryview(payload))
             self._checksum(locator, stored, 0, memoryview(payload))
             self._strided = (locator, payload)
         return torch.frombuffer(self._strided[1], dtype=torch.uint8).as_strided(
@@ -117,13 +117,13 @@ class DcpSource:
         locator = chunk.locator
         if locator is None:
             raise DamagedError(f"{self.manifest.location}: a chunk of {entry.fqn} is not stored")
-        stored = self._entries.pop(locator, None) or read_entry(self._reader, locator)
+        stored = self._entries.pop(locator, None) or read_entry(self.reader, locator)
         self._entries[locator] = stored
         if len(self._entries) > _MAX_ENTRIES:
             self._entries.popitem(last=False)
         if (stored.dtype, stored.shape) != (entry.dtype, chunk.box.sizes):
             raise DamagedError(
-                f"{self._reader.path_of(locator.file)}: the chunk of {entry.fqn} at byte {locator.offset} is "
+                f"{self.reader.path_of(locator.file)}: the chunk of {entry.fqn} at byte {locator.offset} is "
                 f"{stored.dtype} {list(stored.shape)}, the metadata says {entry.dtype} {list(chunk.box.sizes)}"
             )
         return locator, stored
@@ -144,7 +144,7 @@ class DcpSource:
             self._checksums[locator] = (end, crc32)
         elif crc32 != stored.crc32:
             raise DamagedError(
-                f"{self._reader.path_of(locator.file)}: the {stored.payload_bytes} bytes at {stored.payload_offset} "
+                f"{self.reader.path_of(locator.file)}: the {stored.payload_bytes} bytes at {stored.payload_offset} "
                 "have changed since they were written (checksum mismatch)",
                 hint="restore the file from another copy, or use another checkpoint",
             )
