@@ -104,9 +104,10 @@ def load(
     action = f"loading {source}"
     checkpoint = ranks.agree(action, lambda: DcpSource(source))
     with contextlib.closing(checkpoint):
+        digests = ranks.agree(action, lambda: read_digests(Path(source), checkpoint.manifest.save_id))
+        checkpoint.check_crc = digests is None
         check = TemplateCheck(allow_cast, allow_missing, ignore)
         ranks.agree(action, lambda: check.run(Template(state_dict), checkpoint.manifest))
-        digests = ranks.agree(action, lambda: read_digests(Path(source), checkpoint.manifest.save_id))
         reader = LoadReader(checkpoint)
         with ranks.dcp_step(action), _quiet_alone():
             dcp.load(

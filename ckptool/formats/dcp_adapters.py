@@ -6,6 +6,7 @@ one that can't be pickled would leave those waiting for ever.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copyreg
 import dataclasses
@@ -196,6 +197,8 @@ class LoadReader(FileSystemReader):
         self._source = source
         #: Per canonical fqn, the digest of what was read, and how many elements that is.
         self.read: dict[str, tuple[TensorDigest, int]] = {}
+        self._adding: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._adding.set_result(None)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata = to_torch_metadata(self._source.manifest)
@@ -203,17 +206,19 @@ class LoadReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        with plain_errors(Path(self._source.manifest.location)):
+        location = Path(self._source.manifest.location)
+        with plain_errors(location), concurrent.futures.ThreadPoolExecutor(1, "digest") as adder:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, io.BytesIO(self._source.read_object(item.storage_index.fqn)))
                 else:
-                    self._read_tensor(item, planner)
+                    self._read_tensor(item, planner, adder)
+            self._adding.result()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_tensor(self, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read_tensor(self, item: ReadItem, planner: LoadPlanner, adder: concurrent.futures.Executor) -> None:
         fqn, chunk_offsets = item.storage_index.fqn, item.storage_index.offset or ()
         offsets = tuple(a + b for a, b in zip(chunk_offsets, item.storage_offsets, strict=True))
         box = Box(offsets, tuple(item.lengths))
@@ -222,7 +227,9 @@ class LoadReader(FileSystemReader):
             stored = torch.empty(box.sizes, dtype=getattr(torch, self._source.manifest.tensors[fqn].dtype))
             data = memoryview(stored.reshape(-1).view(torch.uint8).numpy().data)
             self._source.read_into(fqn, box, data)
-            self._add_up(fqn, box, data)
+            # One at a time, beside the reading: two boxes in memory at most.
+            self._adding.result()
+            self._adding = adder.submit(self._add_up, fqn, box, data)
             target.copy_(stored)
         planner.commit_tensor(item, target)
 
