@@ -78,7 +78,9 @@ def _read_box(item: PlanItem, box: Box, source: Source, reading: _Buffer, castin
     if entry.dtype == stored.dtype or not data:
         return data
     out = casting.view(box.num_elements * entry.itemsize_bytes)
-    _as_tensor(out, entry.dtype).copy_(_as_tensor(data, stored.dtype))
+    before, after = _as_tensor(data, stored.dtype), _as_tensor(out, entry.dtype)
+    after.copy_(before)
+    _check_overflow(source_fqn, before, after)
     return out
 
 
@@ -106,7 +108,21 @@ def read_whole(source: Source, fqn: str, dtype: str) -> torch.Tensor:
     tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     if tensor.numel():
         source.read_into(fqn, Box.whole(stored.shape), _as_memory(tensor.view(-1)))
-    return tensor.to(getattr(torch, dtype))
+    cast = tensor.to(getattr(torch, dtype))
+    _check_overflow(fqn, tensor, cast)
+    return cast
+
+
+def _check_overflow(fqn: str, before: torch.Tensor, after: torch.Tensor) -> None:
+    """Raise MismatchError when a cast made an infinity of a number."""
+    if after.dtype == before.dtype or not after.is_floating_point():
+        return
+    num_lost = int(after.isinf().sum()) - int(before.isinf().sum())
+    if num_lost:
+        raise MismatchError(
+            f"{fqn}: {num_lost} values are too large for {str(after.dtype).removeprefix('torch.')}",
+            hint="--dtype bf16 has the range of fp32",
+        )
 
 
 def _check_made(targets: tuple[TensorEntry, ...], made: Mapping[str, torch.Tensor]) -> None:

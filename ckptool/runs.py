@@ -69,7 +69,9 @@ def resolve(name: str | Path, root: Path | None = None) -> Path:
     naming what is there.
     """
     root = default_root() if root is None else root
-    places = [Path(name), root / name]
+    # A bare name means the root's checkpoint, even when this folder has something of that name.
+    is_path = os.sep in str(name)
+    places = [Path(name), root / name] if is_path else [root / name, Path(name)]
     for place in places:
         recover(place)
     found = next((place for place in places if _looks_like_checkpoint(place)), None)

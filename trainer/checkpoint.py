@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from dataclasses import dataclass, replace
@@ -213,7 +214,10 @@ def _side_folder(state: TrainingState, origin: Origin) -> Path:
 def _clear_way(target: Path, origin: Origin, log: Log) -> None:
     """Move aside a damaged checkpoint that was passed over and now has the name of a new one. Nothing is deleted."""
     if target.name in {name for name, _ in origin.passed_over} and target.exists():
-        aside = target.with_name(f"{target.name}.damaged")
+        names = (
+            f"{target.name}.damaged{number}" for number in itertools.chain([""], map("-{}".format, itertools.count(2)))
+        )
+        aside = next(path for name in names if not (path := target.with_name(name)).exists())
         log.say(f"moving the damaged {target} aside, to {aside.name}")
         target.rename(aside)
 

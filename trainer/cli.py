@@ -143,6 +143,8 @@ def main() -> NoReturn:
         code = INTERRUPTED
     except CkptoolError as error:
         code = _report(error)
+    except OSError as error:
+        code = _report(CkptoolError(f"{error.filename or 'input or output'}: {error.strerror or error}"))
     except Exception:
         traceback.print_exc()
         code = 1

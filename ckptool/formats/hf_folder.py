@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import TensorEntry
-from ckptool.errors import DamagedError, NotFoundError, StorageError, UnsupportedError, name_some
+from ckptool.errors import DamagedError, MismatchError, NotFoundError, StorageError, UnsupportedError, name_some
 from ckptool.formats.safetensors_file import build_header, read_header
 from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join, write_at, write_json
 
@@ -79,6 +79,12 @@ class HfSource:
             absent = [file for file in listed if not self._reader.path_of(file).exists()]
             if absent:
                 raise DamagedError(f"{self.folder}: the index names files that are not there: {name_some(absent)}")
+            if SINGLE_NAME in present and SINGLE_NAME not in listed:
+                raise MismatchError(
+                    f"{self.folder} holds two models: {SINGLE_NAME}, which transformers loads, and the shards of the "
+                    f"index",
+                    hint="remove the one that you don't mean",
+                )
             if stray := sorted(set(present) - set(listed)):
                 self.notes.append(f"ignored, not in the index: {name_some(stray)}")
             return listed

@@ -13,7 +13,7 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import cut_tensor
 from ckptool.core.interfaces import Progress
 from ckptool.core.plan import Plan, Result
-from ckptool.errors import DamagedError, NotFoundError, StorageError, UsageError
+from ckptool.errors import DamagedError, NotFoundError, StorageError
 from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, read_manifest
 from ckptool.naming.groups import keep_names
 from ckptool.ops.checks.stored_bytes import check_bytes
@@ -52,11 +52,9 @@ def copy(
     """
     start = time.monotonic()
     path = resolve(name, root)
-    target = new_target(target_name, root)
+    target = new_target(target_name, root, may_be_step=True)
     refuse_existing(target, overwrite)
     refuse_own_source(path, target)
-    if target.resolve().is_relative_to(path.resolve()):
-        raise UsageError(f"{target} lies inside {path}, which is being copied", hint="choose a place beside it")
     if model_only:
         plan = _copy_model(path, target, overwrite, dry_run, progress)
     else:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptool.core.interfaces import Progress, Source
 from ckptool.core.plan import Result
+from ckptool.errors import NotFoundError
 from ckptool.ops.pairs import Pairs, pair_up, same_object
 from ckptool.ops.sources import find_hf, open_any
 from ckptool.ops.tensor_diff import TensorDiff, diff_tensor
@@ -52,6 +53,8 @@ def diff(
     model_only = find_hf(one, root) is not None or find_hf(other, root) is not None
     with contextlib.closing(open_any(one, root)) as here, contextlib.closing(open_any(other, root)) as there:
         pairs = pair_up(here.manifest, there.manifest, keys, model_only)
+        if keys != "*" and not (pairs.both or pairs.only_one or pairs.only_other or pairs.objects):
+            raise NotFoundError(f"nothing matches {keys!r}", hint="ckptool inspect shows the names")
         tensors, reshaped = _diff_tensors(here, there, pairs, progress)
         objects = [fqn for fqn in pairs.objects if not same_object(here, there, fqn)]
     details = {

@@ -188,6 +188,12 @@ def _name_tensors(job: HfExport) -> NamePlan:
     shapes = {fqn: entry.shape for fqn, entry in job.live.items()}
     config = read_config(job.hf_folder, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
     if config is None:
+        if job.provenance and job.provenance.naming and job.provenance.naming.transforms:
+            raise DamagedError(
+                f"{job.hf_folder} has no config.json, without which the Hub's names can't be made",
+                hint="put the model's config.json there",
+                kind="missing",
+            )
         return keep_names(shapes, job.cast, "no hf/config.json in the checkpoint: tensors keep their names, no config")
     if is_custom_code(config):
         return keep_names(shapes, job.cast, "the model is the repository's own code: tensors keep their names")
@@ -220,7 +226,7 @@ def _to_torch(
 ) -> Plan:
     from ckptool.formats.torch_file import TorchFileSink
 
-    refuse_existing(target, overwrite)
+    refuse_existing(target, overwrite, is_file=True)
     refuse_own_source(path, target)
     with contextlib.closing(DcpSource(path)) as source:
         shapes = {fqn: entry.shape for fqn, entry in source.manifest.tensors.items()}

@@ -9,20 +9,31 @@ from pathlib import Path
 from ckptool.core.dtypes import DTYPE_OPTIONS
 from ckptool.core.plan import Plan
 from ckptool.errors import StorageError, UsageError
-from ckptool.runs import default_root
+from ckptool.runs import default_root, is_step_name
 
 
-def new_target(name: str, root: Path | None) -> Path:
-    """The path of a checkpoint to be made: `name` itself when it has a folder in it, else below the root."""
+def new_target(name: str, root: Path | None, may_be_step: bool = False) -> Path:
+    """The path of a checkpoint to be made: `name` itself when it has a folder in it, else below the root.
+
+    Raises UsageError for names with a meaning of their own; `may_be_step` allows `step-N`, for copies of such.
+    """
+    name = name.rstrip(os.sep) or name
     if os.sep in name:
         return Path(name).expanduser().absolute()
-    if name in ("", ".", "..") or name.startswith("."):
+    if name in ("", ".", "..", "latest") or name.startswith("."):
         raise UsageError(f"{name!r} can't be a checkpoint's name")
+    if is_step_name(name) and not may_be_step:
+        raise UsageError(
+            f"{name!r} is a name for the checkpoints of a training run, which would take it for its own",
+            hint="choose another name, or give a path",
+        )
     return (root or default_root()).absolute() / name
 
 
 def refuse_own_source(source: Path, target: Path) -> None:
-    """Raise UsageError when overwriting `target` would remove what is being read."""
+    """Raise UsageError when writing `target` would remove, or add to, what is being read."""
+    if target.resolve().is_relative_to(source.resolve()) and source.is_dir() and source.resolve() != target.resolve():
+        raise UsageError(f"{target} lies inside {source}, which is being read", hint="choose another place")
     if source.resolve().is_relative_to(target.resolve()):
         raise UsageError(f"{target} can't be overwritten: {source} is read from it", hint="choose another name")
 

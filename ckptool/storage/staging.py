@@ -31,6 +31,7 @@ class Staging:
     target: Path
     lock: Lock
     overwrite: bool
+    is_file: bool = False
 
     @property
     def content(self) -> Path:
@@ -47,7 +48,7 @@ class Staging:
         with os_errors(self.content):
             _flush_tree(self.content)
         self.lock.check_held()
-        refuse_existing(self.target, self.overwrite)
+        refuse_existing(self.target, self.overwrite, self.is_file)
         with os_errors(self.target):
             if self.overwrite and os.path.lexists(self.target):
                 self._replace()
@@ -84,36 +85,56 @@ def is_staging(path: Path) -> bool:
     return name.startswith(".") and (name.endswith(STAGING_MARK) or f"{STAGING_MARK}-" in name)
 
 
-def refuse_existing(target: Path, overwrite: bool = False) -> None:
-    """Raise TargetExistsError unless `target` is free (an empty folder counts as free), or may be overwritten."""
-    if target.is_dir() and not any(target.iterdir()):
-        return
+def refuse_existing(target: Path, overwrite: bool = False, is_file: bool = False) -> None:
+    """Raise TargetExistsError unless `target` is free (an empty folder counts as free), or may be overwritten.
+
+    Overwritten are only files by a file, and folders by a folder that hold a model and nothing that could be anybody's
+    work: no hidden folder such as `.git`, no other checkpoint.
+    """
     if not os.path.lexists(target):
+        return
+    if is_file or not target.is_dir():
+        if not is_file or not target.is_file():
+            raise TargetExistsError(f"{target} is in the way and can't be replaced", hint="choose another name")
+    elif not any(target.iterdir()):
         return
     if not overwrite:
         raise TargetExistsError(f"{target} already exists", hint="choose another name, or replace it with --overwrite")
-    if target.is_dir() and not any(any(target.glob(pattern)) for pattern in _MODEL_FILES):
-        raise TargetExistsError(
-            f"{target} is a folder without a model in it, and is not overwritten", hint="remove it yourself first"
-        )
+    reason = "" if is_file else _why_not_overwrite(target)
+    if reason:
+        raise TargetExistsError(f"{target} {reason}, and is not overwritten", hint="remove it yourself first")
 
 
-def create_staging(target: Path, overwrite: bool = False, patience_seconds: float = 0.0) -> Staging:
+def _why_not_overwrite(folder: Path) -> str:
+    if not any(any(folder.glob(pattern)) for pattern in _MODEL_FILES):
+        return "is a folder without a model in it"
+    hidden = [path.name for path in folder.iterdir() if path.name.startswith(".") and path.is_dir()]
+    if hidden:
+        return f"holds {hidden[0]}"
+    inner = next(folder.glob("*/**/.metadata"), None)
+    if inner is not None:
+        return f"holds another checkpoint, {inner.parent.name}"
+    return ""
+
+
+def create_staging(
+    target: Path, overwrite: bool = False, patience_seconds: float = 0.0, is_file: bool = False
+) -> Staging:
     """Take the lock on `target`, which must be free or is to be overwritten; remove what a dead writer left.
 
     With patience, a writer on a machine that can't be seen from here is waited for until it is done or counts as gone.
     Raises TargetExistsError, LockedError, StorageError or AccessError.
     """
-    refuse_existing(target, overwrite)
+    refuse_existing(target, overwrite, is_file)
     with os_errors(target.parent):
         _make_folders(target.parent)
-    staging = Staging(target, acquire(staging_path(target), patience_seconds), overwrite)
+    staging = Staging(target, acquire(staging_path(target), patience_seconds), overwrite, is_file)
     try:
         with os_errors(staging.lock.folder):
             _restore(staging)
             staging.lock.clear()
             staging.content.parent.mkdir()
-        refuse_existing(target, overwrite)
+        refuse_existing(target, overwrite, is_file)
     except BaseException:
         staging.discard()
         raise
@@ -139,7 +160,7 @@ def target_of(staging: Path) -> Path:
 @contextlib.contextmanager
 def staged_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new folder; publish it as `target` when the block ends well, remove it when it raises."""
-    with staged_file(target, overwrite) as content:
+    with _staged(create_staging(target, overwrite)) as content:
         with os_errors(content):
             content.mkdir()
         yield content
@@ -148,7 +169,12 @@ def staged_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
 @contextlib.contextmanager
 def staged_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
     """The same for a single file: yield the path to write it to."""
-    staging = create_staging(target, overwrite)
+    with _staged(create_staging(target, overwrite, is_file=True)) as content:
+        yield content
+
+
+@contextlib.contextmanager
+def _staged(staging: Staging) -> Iterator[Path]:
     try:
         yield staging.content
         staging.publish()

@@ -188,3 +188,11 @@ def test_metrics_have_exactly_the_documented_fields(finished):
         *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "consumed"),
         *("max_memory_bytes", "checkpoint_seconds", "checkpoint_stall_seconds", "world_size", "attempt"),
     ]
+
+
+def test_a_second_damaged_checkpoint_of_one_name_is_moved_aside_too(halfway):
+    run(halfway, steps=6, save_every=6)
+    for aside in ("step-6.damaged", "step-6.damaged-2"):
+        (halfway / "step-6" / ".metadata").unlink()
+        run(halfway, steps=6, save_every=6)
+        assert (halfway / aside).is_dir()
