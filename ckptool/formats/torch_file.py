@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
-from ckptool.errors import DamagedError, MismatchError, UnsupportedError
+from ckptool.errors import DamagedError, MismatchError, StorageError, UnsupportedError
 from ckptool.formats.dcp_source import load_blob
 from ckptool.storage.files import os_errors
 
@@ -108,8 +108,12 @@ class TorchFileSink:
                 for fqn, entry in self._manifest.tensors.items()
             }
         state = self._nest({**tensors, **self._objects})
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(state, self._path)
+        try:
+            with skip_data(materialize_fake_tensors=True):
+                torch.save(state, self._path)
+        except RuntimeError as error:
+            # torch's own writer says what the disk refused only in words.
+            raise StorageError(f"{self._path} can't be written: {str(error).splitlines()[0]}") from error
         # Loading the same structure without data tells where torch put each storage.
         with FakeTensorMode():
             placed = torch.load(self._path, weights_only=True)

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import TensorEntry
-from ckptool.errors import MismatchError, UnsupportedError
+from ckptool.errors import MismatchError, StorageError, UnsupportedError
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.torch_file import TorchFileSink
 
@@ -122,3 +122,9 @@ def test_a_storage_beyond_four_gigabytes(tmp_path: Path) -> None:
         assert archive.testzip() is None
     loaded = torch.load(tmp_path / "big.pt", weights_only=True, mmap=True)["a"]
     assert [int(row[-1]) for row in loaded] == list(range(rows))
+
+
+def test_a_disk_that_refuses_is_our_error(tmp_path: Path) -> None:
+    dcp.save(make_state(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    with pytest.raises(StorageError, match="can't be written"):
+        stream(DcpSource(tmp_path / "ckpt"), Path("/dev/full"))
