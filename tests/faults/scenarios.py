@@ -65,7 +65,7 @@ def make_old(root: Path) -> None:
 
 
 def import_it(root: Path) -> None:
-    ckptool.import_hf(str(root / "model"), NAME, root=root, chunk_bytes=60)
+    ckptool.import_hf(str(root / "model"), str(root / NAME), chunk_bytes=60)
 
 
 def export_it(root: Path) -> None:
