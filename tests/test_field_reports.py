@@ -5,6 +5,7 @@ Rows 2 and 24 need several ranks: tests/test_distributed.py. Row 7 is the traine
 
 from __future__ import annotations
 
+import glob
 import os
 import pickle
 import shutil
@@ -127,7 +128,7 @@ def test_27_a_killed_export_leaves_nothing_that_looks_complete(tmp_path: Path) -
     assert run(["import-hf", str(hub), "tiny", "--root", str(tmp_path / "ckpt"), "--quiet"]) == 0
     command = [sys.executable, "-m", "ckptool", "export", "tiny", "--root", str(tmp_path / "ckpt"), "--quiet"]
     process = subprocess.Popen([*command, "--out", str(tmp_path / "out")])
-    while process.poll() is None and not list(tmp_path.glob(".out*/*/*.safetensors")):
+    while process.poll() is None and not glob.glob(f"{tmp_path}/.out*/*/*/*.safetensors"):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
