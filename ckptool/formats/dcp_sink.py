@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckptool.core.box import Box, exact_cover_fault
@@ -16,13 +17,22 @@ from ckptool.storage.digests_file import FileDigest
 from ckptool.storage.files import os_errors
 from ckptool.storage.hashing import HashingFile
 
+#: Files open at once. A rank whose file had to be closed for others goes on in its next one.
+MAX_OPEN_FILES = 256
+
+
+def first_rank(fqn: str, box: Box) -> int:
+    """Everything in the files of rank 0, as one process writes it."""
+    return 0
+
 
 class DcpSink:
-    """A Sink that appends to `__0_{i}.distcp` files of about `max_file_bytes`.
+    """A Sink that appends to `__{rank}_{i}.distcp` files of about `max_file_bytes`.
 
     `finish` writes `digests.json` and, last, `.metadata`: whatever else belongs into the folder must be there before.
     `tensors` are the tensors to come (their chunks, if any, are not looked at: the boxes written become the chunks),
     `paths` the keys of each fqn in the nested state dict (DCP's planner data), `ties` alias fqn -> canonical fqn.
+    `rank_of(fqn, box)` chooses the rank in whose file a box is stored.
     """
 
     def __init__(
@@ -32,6 +42,7 @@ class DcpSink:
         paths: Mapping[str, tuple[str | int, ...]],
         ties: Mapping[str, str],
         max_file_bytes: int = 2 << 30,
+        rank_of: Callable[[str, Box], int] = first_rank,
     ) -> None:
         self._folder = folder
         self._tensors = tensors
@@ -40,8 +51,10 @@ class DcpSink:
         self._max_file_bytes = max_file_bytes
         self._chunks: dict[str, list[Chunk]] = {fqn: [] for fqn in tensors}
         self._objects: dict[str, ObjectEntry] = {}
-        self._num_files = 0
-        self._file: HashingFile | None = None
+        self._rank_of = rank_of
+        self._num_files: dict[int, int] = {}
+        #: By rank; the one written to last comes last.
+        self._open: OrderedDict[int, tuple[str, HashingFile]] = OrderedDict()
         self._file_digests: dict[str, FileDigest] = {}
         self._digests = {fqn: TensorDigest() for fqn in tensors}
 
@@ -49,24 +62,25 @@ class DcpSink:
         """Store a box's elements, given in C order. Raises StorageError when the disk refuses."""
         entry = self._tensors[fqn]
         with os_errors(self._folder):
-            file = self._open_file()
+            name, file = self._open_file(self._rank_of(fqn, box))
             start = file.tell()
             write_archive(file, data, entry.dtype, box.sizes)
-            locator = Locator(self._file_name(), start, file.tell() - start)
+            locator = Locator(name, start, file.tell() - start)
         self._chunks[fqn].append(Chunk(box, locator))
         self._digests[fqn] += digest_box(data, box, entry.shape, entry.itemsize_bytes)
 
-    def write_object(self, fqn: str, data: bytes) -> None:
-        """Store a `torch.save` blob as it is."""
+    def write_object(self, fqn: str, data: bytes, rank: int = 0) -> None:
+        """Store a `torch.save` blob as it is, in the file of `rank`."""
         with os_errors(self._folder):
-            file = self._open_file()
-            locator = Locator(self._file_name(), file.tell(), len(data))
+            name, file = self._open_file(rank)
+            locator = Locator(name, file.tell(), len(data))
             file.write(data)
         self._objects[fqn] = ObjectEntry(fqn, locator)
 
     def finish(self) -> None:
         """Write `digests.json` and `.metadata`. Raises MismatchError when the boxes don't make whole tensors."""
-        self._close_file()
+        for rank in list(self._open):
+            self._close_file(rank)
         tensors = {
             fqn: TensorEntry(fqn, entry.dtype, entry.shape, tuple(self._chunks[fqn]))
             for fqn, entry in self._tensors.items()
@@ -78,20 +92,22 @@ class DcpSink:
         metadata = to_torch_metadata(Manifest(str(self._folder), tensors, self._objects, self._paths))
         commit(self._folder, metadata, self._ties, self._file_digests, self._digests)
 
-    def _open_file(self) -> HashingFile:
-        if self._file is not None and self._file.tell() >= self._max_file_bytes:
-            self._close_file()
-        if self._file is None:
-            self._num_files += 1
-            self._file = HashingFile((self._folder / self._file_name()).open("wb"))
-        return self._file
+    def _open_file(self, rank: int) -> tuple[str, HashingFile]:
+        """The name of the file that `rank` is at, and that file."""
+        if rank in self._open and self._open[rank][1].tell() >= self._max_file_bytes:
+            self._close_file(rank)
+        if rank not in self._open:
+            if len(self._open) >= MAX_OPEN_FILES:
+                self._close_file(next(iter(self._open)))
+            number = self._num_files.get(rank, 0)
+            self._num_files[rank] = number + 1
+            name = f"__{rank}_{number}.distcp"
+            self._open[rank] = name, HashingFile((self._folder / name).open("wb"))
+        self._open.move_to_end(rank)
+        return self._open[rank]
 
-    def _file_name(self) -> str:
-        return f"__0_{self._num_files - 1}.distcp"
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file_digests[self._file_name()] = self._file.digest()
-            with os_errors(self._folder):
-                self._file.close()
-            self._file = None
+    def _close_file(self, rank: int) -> None:
+        name, file = self._open.pop(rank)
+        self._file_digests[name] = file.digest()
+        with os_errors(self._folder):
+            file.close()

@@ -134,6 +134,41 @@ def test_a_tensor_not_wholly_written_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / ".metadata").exists()
 
 
+def test_boxes_go_to_the_files_of_the_ranks_that_a_policy_names(tmp_path: Path) -> None:
+    tensor = torch.arange(24, dtype=torch.int32).reshape(6, 4)
+    entry = TensorEntry("model.a", "int32", (6, 4), ())
+    sink = DcpSink(tmp_path, {"model.a": entry}, {}, {}, rank_of=lambda fqn, box: box.offsets[1] // 2)
+    for box in (Box((0, 0), (6, 2)), Box((0, 2), (4, 2)), Box((4, 2), (2, 2))):
+        part = tensor[box.offsets[0] : box.ends[0], box.offsets[1] : box.ends[1]]
+        sink.write("model.a", box, memoryview(bytearray(bytes_of(part))))
+    blob = io.BytesIO()
+    torch.save("state", blob)
+    sink.write_object("rng", blob.getvalue(), rank=7)
+    sink.finish()
+    source = DcpSource(tmp_path)
+    files = [chunk.locator.file for chunk in source.manifest.tensors["model.a"].chunks if chunk.locator]
+    assert files == ["__0_0.distcp", "__1_0.distcp", "__1_0.distcp"]
+    assert source.manifest.objects["rng"].locator.file == "__7_0.distcp"  # type: ignore[union-attr]
+    source.close()
+    state = {"model.a": torch.zeros_like(tensor)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(state["model.a"], tensor)
+
+
+def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptool.formats.dcp_sink.MAX_OPEN_FILES", 2)
+    entries = {name: TensorEntry(name, "uint8", (3,), ()) for name in ("a", "b")}
+    sink = DcpSink(tmp_path, entries, {}, {}, rank_of=lambda fqn, box: box.offsets[0])
+    for name, first in (("a", 10), ("b", 20)):
+        for row in range(3):
+            sink.write(name, Box((row,), (1,)), memoryview(bytearray([first + row])))
+    sink.finish()
+    assert {path.name for path in tmp_path.glob("*.distcp")} == {f"__{r}_{i}.distcp" for r in range(3) for i in (0, 1)}
+    state = {name: torch.zeros(3, dtype=torch.uint8) for name in entries}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert [t.tolist() for t in state.values()] == [[10, 11, 12], [20, 21, 22]]
+
+
 def test_ties_to_nothing_are_refused(tmp_path: Path) -> None:
     sink = DcpSink(tmp_path, {}, {}, {"model.alias": "model.gone"})
     with pytest.raises(MismatchError, match=r"model\.gone"):
