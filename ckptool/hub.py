@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.errors import AccessError, NotFoundError, StorageError, UsageError
-from ckptool.formats.hf_folder import INDEX_NAME, SINGLE_NAME, is_weight_file, read_index
+from ckptool.formats.hf_folder import is_weight_file, read_index, weight_kind
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -24,11 +25,11 @@ class Located:
     origin: dict[str, Any] = field(default_factory=dict)
 
 
-def locate(src: str, revision: str | None, with_legacy_weights: bool = False) -> Located:
+def locate(src: str, revision: str | None) -> Located:
     """Find `src` on this machine, downloading it into the Hub cache when it is a repository id.
 
-    Only what an import reads is downloaded: the index's safetensors files and the files that hold no weights
-    (`with_legacy_weights` adds `pytorch_model*.bin`). Raises NotFoundError, AccessError or StorageError, one line each.
+    Only what an import reads is downloaded: the weights of one kind, those of the index where there is one, and the
+    files that hold no weights. Raises NotFoundError, AccessError or StorageError, one line each.
     """
     path = Path(src).expanduser()
     if path.exists():
@@ -38,10 +39,10 @@ def locate(src: str, revision: str | None, with_legacy_weights: bool = False) ->
         return Located(resolved, resolved.name if resolved.is_dir() else resolved.stem, {"path": resolved.name})
     if not _REPO_ID.fullmatch(src):
         raise NotFoundError(f"no such file or folder: {src}")
-    return _download(src, revision, with_legacy_weights)
+    return _download(src, revision)
 
 
-def _download(repo: str, revision: str | None, with_legacy_weights: bool) -> Located:
+def _download(repo: str, revision: str | None) -> Located:
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -56,15 +57,14 @@ def _download(repo: str, revision: str | None, with_legacy_weights: bool) -> Loc
         info = huggingface_hub.HfApi().model_info(repo, revision=revision)
         present = [sibling.rfilename for sibling in info.siblings or []]
         wanted = [name for name in present if not is_weight_file(name) and not name.startswith(".")]
-        if INDEX_NAME in present:
-            index = Path(huggingface_hub.hf_hub_download(repo, INDEX_NAME, revision=info.sha))
-            wanted += [INDEX_NAME, *sorted(set(read_index(index).values()))]
-        elif SINGLE_NAME in present:
-            wanted.append(SINGLE_NAME)
-        else:
-            wanted += [name for name in present if "/" not in name and name.endswith(".safetensors")]
-        if with_legacy_weights:
-            wanted += [n for n in present if n.startswith("pytorch_model") and n.endswith((".bin", ".bin.index.json"))]
+        top = [name for name in present if "/" not in name]
+        kind = weight_kind(top)
+        if kind is not None and kind.index in top:
+            index = Path(huggingface_hub.hf_hub_download(repo, kind.index, revision=info.sha))
+            wanted += [kind.index, *sorted(set(read_index(index).values()))]
+        elif kind is not None:
+            files = fnmatch.filter(top, kind.pattern)
+            wanted += [kind.single] if kind.single in files else files
         # By the name of the revision, not by its commit: so the cache learns the name, and has it when offline.
         folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=wanted))
     return Located(folder, repo.rpartition("/")[2], {"repo": repo, "commit": folder.name})

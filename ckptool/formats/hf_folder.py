@@ -1,25 +1,32 @@
-"""Hugging Face folders: safetensors shards, their index, and the side files that make a model of them."""
+"""Hugging Face folders: shards of weights, their index, and the side files that make a model of them."""
 
 from __future__ import annotations
 
 import fnmatch
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, MismatchError, NotFoundError, StorageError, UnsupportedError, name_some
 from ckptool.formats.safetensors_file import build_header, read_header
+from ckptool.formats.torch_weights import TorchWeights
 from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join, write_at, write_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+TORCH_INDEX_NAME = "pytorch_model.bin.index.json"
+TORCH_SINGLE_NAME = "pytorch_model.bin"
 
 #: Tensors of the source that the model has no use for, kept in a checkpoint's `hf/` for its exports.
 EXTRA_NAME = "ckptool-extra.safetensors"
+
+#: Endings of files that `torch.save` wrote.
+TORCH_SUFFIXES = (".bin", ".pth", ".pt", ".ckpt")
 
 #: Files that hold weights (in whichever framework), or that index them: never side files.
 WEIGHT_PATTERNS = (
@@ -42,17 +49,42 @@ WEIGHT_PATTERNS = (
 )
 
 
+class WeightKind(NamedTuple):
+    """How a folder's files of weights are named: all of them, the one of a small model, the index of a large one's."""
+
+    pattern: str
+    single: str
+    index: str
+
+
+#: In transformers' order of preference.
+WEIGHT_KINDS = (
+    WeightKind("*.safetensors", SINGLE_NAME, INDEX_NAME),
+    WeightKind("pytorch_model*.bin", TORCH_SINGLE_NAME, TORCH_INDEX_NAME),
+)
+
+
+def weight_kind(names: Collection[str]) -> WeightKind | None:
+    """The kind of weights that a folder of these files is read from; None when it has no such weights."""
+    for kind in WEIGHT_KINDS:
+        if kind.index in names or any(fnmatch.fnmatchcase(name, kind.pattern) for name in names):
+            return kind
+    return None
+
+
 class HfSource:
-    """A Hugging Face folder, or one `.safetensors` file, as a Source. `notes` says what was left aside and why."""
+    """A Hugging Face folder, or one of its weight files, as a Source. `notes` says what was left aside and why.
+
+    The weights are safetensors files, or, where there are none, the older `pytorch_model*.bin`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.folder = path if path.is_dir() else path.parent
         self._reader = RangeReader(self.folder)
+        self._torch_files: dict[str, TorchWeights] = {}
         self.notes: list[str] = []
-        files = self._weight_files() if path.is_dir() else [path.name]
         self.index: dict[str, str] = {}
-        if path.is_dir() and (path / INDEX_NAME).exists():
-            self.index = read_index(path / INDEX_NAME)
+        files = self._weight_files() if path.is_dir() else [path.name]
         tensors = self._read_tensors(files)
         sizes = {file: self._reader.path_of(file).stat().st_size for file in files}
         self.manifest = Manifest(str(path), tensors, files=sizes)
@@ -62,53 +94,58 @@ class HfSource:
         locator = entry.chunks[0].locator
         if locator is None or not box.is_contiguous_in(entry.shape):
             raise DamagedError(f"{self.folder}: {fqn} can only be read in runs of rows")
+        if locator.file in self._torch_files:
+            self._torch_files[locator.file].read_into(fqn, box, out)
+            return
         start = locator.offset + box.flat_start(entry.shape) * entry.itemsize_bytes
         self._reader.read_into(locator.file, start, out)
 
     def read_object(self, fqn: str) -> bytes:
-        raise NotFoundError(f"{self.folder}: safetensors files hold no objects, so not {fqn}")
+        raise NotFoundError(f"{self.folder}: files of weights hold no objects, so not {fqn}")
 
     def close(self) -> None:
         self._reader.close()
 
     def _weight_files(self) -> list[str]:
-        """The files to read: those of the index when there is one, else every safetensors file."""
-        present = sorted(p.name for p in self.folder.glob("*.safetensors"))
-        if (self.folder / INDEX_NAME).exists():
-            listed = sorted(set(read_index(self.folder / INDEX_NAME).values()))
+        """The files to read: those of the index when there is one, else every one of the kind."""
+        names = sorted(path.name for path in self.folder.iterdir())
+        kind = weight_kind(names)
+        if kind is None:
+            raise self._nothing_to_read(names)
+        present = fnmatch.filter(names, kind.pattern)
+        if kind.index in names:
+            self.index = read_index(self.folder / kind.index)
+            listed = sorted(set(self.index.values()))
             absent = [file for file in listed if not self._reader.path_of(file).exists()]
             if absent:
                 raise DamagedError(f"{self.folder}: the index names files that are not there: {name_some(absent)}")
-            if SINGLE_NAME in present and SINGLE_NAME not in listed:
+            if kind.single in present and kind.single not in listed:
                 raise MismatchError(
-                    f"{self.folder} holds two models: {SINGLE_NAME}, which transformers loads, and the shards of the "
+                    f"{self.folder} holds two models: {kind.single}, which transformers loads, and the shards of the "
                     f"index",
                     hint="remove the one that you don't mean",
                 )
             if stray := sorted(set(present) - set(listed)):
                 self.notes.append(f"ignored, not in the index: {name_some(stray)}")
             return listed
-        if SINGLE_NAME in present and len(present) > 1:
-            self.notes.append(f"ignored beside {SINGLE_NAME}: {name_some(set(present) - {SINGLE_NAME})}")
-            return [SINGLE_NAME]
-        if not present:
-            raise self._nothing_to_read()
+        if kind.single in present and len(present) > 1:
+            self.notes.append(f"ignored beside {kind.single}: {name_some(set(present) - {kind.single})}")
+            return [kind.single]
         return present
 
-    def _nothing_to_read(self) -> Exception:
-        others = [p.name for p in sorted(self.folder.iterdir()) if is_weight_file(p.name)]
+    def _nothing_to_read(self, names: list[str]) -> Exception:
+        others = [name for name in names if is_weight_file(name)]
         if others:
             return UnsupportedError(
-                f"{self.folder} has no safetensors files, only {name_some(others)}",
-                hint="add --engine transformers, which loads them through transformers (whole model in memory)",
+                f"{self.folder} has neither safetensors files nor pytorch_model.bin, only {name_some(others)}",
+                hint="give a file itself when it holds the whole model",
             )
         return NotFoundError(f"{self.folder} has no safetensors files", hint="is it a Hugging Face model folder?")
 
     def _read_tensors(self, files: Sequence[str]) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
         for file in files:
-            entries, _ = read_header(self._reader, file)
-            for name, entry in entries.items():
+            for name, entry in self._read_file(file).items():
                 if self.index and self.index.get(name) != file:
                     self.notes.append(f"ignored, not in the index: {name} of {file}")
                     continue
@@ -118,6 +155,12 @@ class HfSource:
         if absent := set(self.index) - set(tensors):
             raise DamagedError(f"{self.folder}: the index names tensors that their files lack: {name_some(absent)}")
         return tensors
+
+    def _read_file(self, file: str) -> Mapping[str, TensorEntry]:
+        if file.endswith(TORCH_SUFFIXES):
+            self._torch_files[file] = TorchWeights(self._reader, file)
+            return self._torch_files[file].tensors
+        return read_header(self._reader, file)[0]
 
 
 def read_index(path: Path) -> dict[str, str]:

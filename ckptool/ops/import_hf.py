@@ -62,7 +62,7 @@ def import_hf(
     if chunk_bytes < 1:
         raise UsageError("--chunk-size must be at least one byte")
     cast = checked_dtype(dtype)
-    located = locate(src, revision, with_legacy_weights=engine == "transformers")
+    located = locate(src, revision)
     target = new_target(name or located.default_name, root)
     refuse_existing(target, overwrite)
     refuse_own_source(located.path, target)
