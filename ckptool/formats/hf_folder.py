@@ -6,8 +6,8 @@ import fnmatch
 import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
@@ -49,7 +49,8 @@ WEIGHT_PATTERNS = (
 )
 
 
-class WeightKind(NamedTuple):
+@dataclass(frozen=True)
+class WeightKind:
     """How a folder's files of weights are named: all of them, the one of a small model, the index of a large one's."""
 
     pattern: str
