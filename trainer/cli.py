@@ -41,14 +41,22 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 @_option(
     "--data",
     "Training text: a file, a folder (searched for .txt .md .py .jsonl .parquet) or a glob; JSONL and Parquet need a "
-    "`text` field. Several: --data A B, or --data A --data B.",
+    "`text` field. Several: --data A B, or --data A --data B. Or KIND:PATH, with a kind of text, jsonl, parquet, chat, "
+    "hf, tokens or megatron; or a .toml file of [[source]] tables.",
     multiple=True,
     metavar="PATH...",
 )
 @click.argument("more_data", nargs=-1, metavar="")
-@_option("--seq-len", "Tokens in a window.", type=click.IntRange(1), default=1024)
-@_option("--global-batch-size", "Windows in a step, over all ranks.", type=click.IntRange(1), default=8)
-@_option("--micro-batch-size", "Windows in one forward pass of one rank.", type=click.IntRange(1), default=1)
+@_option(
+    "--unit",
+    "What is counted and trained: windows of joined documents; rows packed with whole documents that don't see each "
+    "other; or documents, padded.",
+    type=click.Choice(["window", "pack", "document"]),
+    default="window",
+)
+@_option("--seq-len", "Tokens in a unit, at most.", type=click.IntRange(1), default=1024)
+@_option("--global-batch-size", "Units in a step, over all ranks.", type=click.IntRange(1), default=8)
+@_option("--micro-batch-size", "Units in one forward pass of one rank.", type=click.IntRange(1), default=1)
 @_option("--steps", "Optimizer steps in all, those before a resume included.", type=click.IntRange(1), required=True)
 @_option("--lr", "Peak learning rate.", type=click.FloatRange(0), default=2e-5)
 @_option("--warmup-steps", "Steps over which the learning rate rises.", type=click.IntRange(0), default=0)

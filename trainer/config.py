@@ -16,6 +16,7 @@ class TrainConfig:
 
     init_from: str | None
     data: tuple[str, ...]
+    unit: str
     seq_len: int
     global_batch_size: int
     micro_batch_size: int

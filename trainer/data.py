@@ -1,63 +1,58 @@
-"""Windows of tokens, and which of them a rank trains in a step."""
+"""Which units a rank trains in a step, and the rows of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-import numpy as np
-import torch
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from ckptool import DataPosition, UsageError, rank_units
-from trainer.corpus import Corpus
+from trainer.corpus import Corpus, open_corpus
+from trainer.packing import Documents, PackedRows
+from trainer.sources.spec import parse_sources
+from trainer.units import MicroBatch, Units, Windows, collate
 
-#: Label of a position that is not trained (torch's `cross_entropy` default).
-IGNORED = -100
+#: What `--unit` may be.
+UNITS: dict[str, type[Windows] | type[PackedRows] | type[Documents]] = {
+    "window": Windows,
+    "pack": PackedRows,
+    "document": Documents,
+}
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """`units` are the numbers of the windows inside; `inputs` and `labels` are int64 of shape (windows, seq_len).
+def prepare(
+    data: tuple[str, ...], unit: str, seq_len: int, hf_folder: Path, root: Path, say: Callable[[str], None]
+) -> Corpus:
+    """Everything about the data that is made once, for rank 0; `open_units` is quick after it.
 
-    A batch without units is a dummy: one window whose labels are all IGNORED.
+    Raises the errors of `parse_sources`, `open_corpus` and of the unit.
     """
+    specs = parse_sources(data)
+    if len(specs) != 1:
+        raise UsageError(f"{len(specs)} sources, but a run has one", hint="--data PATH... of one kind")
+    corpus = open_corpus(specs[0], hf_folder, root, say)
+    units = open_units(corpus, unit, seq_len)
+    say(
+        f"{corpus.name}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, "
+        f"{units.num_units:,} units of kind {units.kind}, {units.fill:.1%} full"
+    )
+    return corpus
 
-    units: tuple[int, ...]
-    inputs: torch.Tensor
-    labels: torch.Tensor
+
+def open_units(corpus: Corpus, unit: str, seq_len: int) -> Units:
+    """The units of a corpus. Raises UsageError when it is too small for one."""
+    return UNITS[unit](corpus, seq_len)
 
 
-class Windows:
-    """A corpus cut into windows of `seq_len` inputs, each with the token after it as label. The tail is left out."""
-
-    def __init__(self, corpus: Corpus, seq_len: int) -> None:
-        """Raises UsageError when the corpus is shorter than one window."""
-        self._tokens = corpus.tokens()
-        self._seq_len = seq_len
-        self.num_units = (corpus.num_tokens - 1) // seq_len
-        if self.num_units < 1:
-            raise UsageError(
-                f"the data has {corpus.num_tokens} tokens; one window needs {seq_len + 1}",
-                hint="give more --data, or a smaller --seq-len",
-            )
-
-    def micro_batches(
-        self, position: DataPosition, rank: int, world_size: int, micro_batch_size: int
-    ) -> Iterator[MicroBatch]:
-        """A rank's part of the next step. Every rank gets equally many batches, the last ones dummies where needed."""
-        units = position.next_units()
-        mine = rank_units(units, rank, world_size)
-        longest = len(rank_units(units, 0, world_size))
-        for start in range(0, longest, micro_batch_size):
-            yield self._batch(position, mine[start : start + micro_batch_size])
-
-    def _batch(self, position: DataPosition, units: range) -> MicroBatch:
-        if not units:
-            nothing = torch.zeros((1, self._seq_len), dtype=torch.int64)
-            return MicroBatch((), nothing, torch.full_like(nothing, IGNORED))
-        rows = torch.from_numpy(np.stack([self._window(position.unit(g)[1]) for g in units]).astype(np.int64))
-        return MicroBatch(tuple(units), rows[:, :-1], rows[:, 1:])
-
-    def _window(self, index: int) -> np.ndarray:
-        start = index * self._seq_len
-        return self._tokens[start : start + self._seq_len + 1]
+def micro_batches(
+    units: Units, position: DataPosition, rank: int, world_size: int, micro_batch_size: int
+) -> Iterator[MicroBatch]:
+    """A rank's part of the next step, rows of like length together. Every rank gets equally many batches, the last
+    ones dummies where needed."""
+    step = position.next_units()
+    mine = [(g, units.row(position.unit(g)[1])) for g in rank_units(step, rank, world_size)]
+    mine.sort(key=lambda unit: len(unit[1].inputs), reverse=True)
+    for start in range(0, len(rank_units(step, 0, world_size)), micro_batch_size):
+        part = mine[start : start + micro_batch_size]
+        rows = [row for _, row in part]
+        length = units.padded_length(max((len(row.inputs) for row in rows), default=0))
+        yield collate([g for g, _ in part], rows, length)

@@ -14,8 +14,7 @@ from ckptool import CkptoolError, DataPosition
 from trainer import checkpoint, parallel
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig
-from trainer.corpus import open_corpus
-from trainer.data import Windows
+from trainer.data import micro_batches, open_units, prepare
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.model import (
     build_meta_model,
@@ -28,6 +27,7 @@ from trainer.model import (
 from trainer.optimizer import build_optimizer
 from trainer.parallel import Ranks
 from trainer.schedule import learning_rate
+from trainer.units import MicroBatch, Units
 
 
 def train(config: TrainConfig) -> None:
@@ -41,10 +41,12 @@ def train(config: TrainConfig) -> None:
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():
             log.say(line)
-        corpus = ranks.from_rank0(lambda: open_corpus(config.data, origin.hf_folder, config.root, log.say))
-        windows = Windows(corpus, config.seq_len)
+        corpus = ranks.from_rank0(
+            lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.root, log.say)
+        )
+        units = open_units(corpus, config.unit, config.seq_len)
         position = DataPosition(
-            num_units=windows.num_units,
+            num_units=units.num_units,
             seq_len=config.seq_len,
             seed=config.seed,
             global_batch_size=config.global_batch_size,
@@ -56,10 +58,10 @@ def train(config: TrainConfig) -> None:
         else:
             checkpoint.load_weights(state, origin, log)
         log.say(
-            f"world size {ranks.world_size} on {ranks.device.type}, {windows.num_units:,} windows of {config.seq_len} "
-            f"tokens, step {state.step} of {config.steps}, {state.position.consumed:,} windows trained"
+            f"world size {ranks.world_size} on {ranks.device.type}, step {state.step} of {config.steps}, "
+            f"{state.position.consumed:,} units trained"
         )
-        run_steps(config, ranks, origin, state, windows, log)
+        run_steps(config, ranks, origin, state, units, log)
 
 
 def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
@@ -80,9 +82,7 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     return TrainingState(model, optimizer, ties, position)
 
 
-def run_steps(
-    config: TrainConfig, ranks: Ranks, origin: Origin, state: TrainingState, windows: Windows, log: Log
-) -> None:
+def run_steps(config: TrainConfig, ranks: Ranks, origin: Origin, state: TrainingState, units: Units, log: Log) -> None:
     """The loop. The position moves only after the optimizer has stepped, so it counts what was really trained."""
     attempt = ranks.from_rank0(lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     while state.step < config.steps:
@@ -94,8 +94,10 @@ def run_steps(
             group["lr"] = lr
         seed_dropout(config.seed, state.step, ranks.rank)
 
-        num_tokens = config.global_batch_size * config.seq_len
-        loss, fed = forward_backward(config, ranks, state, windows, num_tokens)
+        batches = list(micro_batches(units, state.position, ranks.rank, ranks.world_size, config.micro_batch_size))
+        # A step of conversations may hold no trained label at all; its loss is 0.
+        num_tokens = max(1, sum(ranks.gather(sum(batch.num_trained() for batch in batches))))
+        loss, fed = forward_backward(ranks, state, batches, num_tokens)
         grad_norm = clip_gradients(state, config.grad_clip)
         if not torch.isfinite(grad_norm):
             raise CkptoolError(
@@ -135,19 +137,19 @@ def run_steps(
 
 
 def forward_backward(
-    config: TrainConfig, ranks: Ranks, state: TrainingState, windows: Windows, num_tokens: int
+    ranks: Ranks, state: TrainingState, batches: list[MicroBatch], num_tokens: int
 ) -> tuple[torch.Tensor, list[int]]:
     """Accumulate the step's gradients. Returns this rank's part of the mean loss, and the units it was fed.
 
-    The loss is a sum over tokens divided by the step's global token count, so its gradients, summed over ranks and
-    micro-batches, are those of the mean over the global batch whatever the world size.
+    The loss is a sum over trained labels divided by `num_tokens`, their number over all ranks, so its gradients, summed
+    over ranks and micro-batches, are those of the mean over the global batch whatever the world size.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
     fed: list[int] = []
-    batches = list(windows.micro_batches(state.position, ranks.rank, ranks.world_size, config.micro_batch_size))
     for number, batch in enumerate(batches, start=1):
         parallel.reduce_gradients(state.model, number == len(batches))
-        logits = state.model(input_ids=batch.inputs.to(ranks.device), use_cache=False).logits
+        positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids.to(ranks.device)}
+        logits = state.model(input_ids=batch.inputs.to(ranks.device), use_cache=False, **positions).logits
         labels = batch.labels.to(ranks.device)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / num_tokens
         loss.backward()

@@ -1,148 +1,45 @@
-"""Text to tokens to windows: every document once, cached, and damaged or empty inputs named."""
-
-import json
+"""Units to batches: every rank runs equally many, and each unit is in one of them."""
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from ckptool import DamagedError, DataPosition, NotFoundError, UnsupportedError, UsageError
+from ckptool import DataPosition, UsageError
 from tests.trainer.tiny import make_tokenizer
-from trainer.corpus import find_files, open_corpus
-from trainer.data import IGNORED, Windows
-
-
-@pytest.fixture(scope="module")
-def hf_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hf")
-    make_tokenizer().save_pretrained(folder)
-    return folder
+from trainer.corpus import open_corpus
+from trainer.data import micro_batches
+from trainer.sources.spec import SourceSpec
+from trainer.units import IGNORED, Windows
 
 
 @pytest.fixture
-def said():
-    return []
+def corpus_of(tmp_path):
+    """A text as a corpus."""
+    make_tokenizer().save_pretrained(tmp_path / "hf")
+
+    def open_text(text):
+        (tmp_path / "a.txt").write_text(text)
+        return open_corpus(SourceSpec("files", (str(tmp_path / "a.txt"),), "files"), tmp_path / "hf", tmp_path, print)
+
+    return open_text
 
 
-@pytest.fixture
-def corpus_of(hf_folder, tmp_path, said):
-    """Open paths as a corpus, cached below tmp_path."""
-    return lambda *paths: open_corpus(tuple(map(str, paths)), hf_folder, tmp_path, said.append)
-
-
-def text_of(corpus):
-    return make_tokenizer().decode(corpus.tokens().tolist())
-
-
-def test_every_kind_of_file_in_a_folder_is_read_in_name_order(tmp_path, corpus_of):
-    folder = tmp_path / "data"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "b.py").write_text("x = 1\ny = 2\n")
-    (folder / "sub" / "a.txt").write_text("one")
-    (folder / "a.jsonl").write_text('{"text": "two", "id": 1}\n{"text": "three", "id": 2}\n')
-    pq.write_table(pa.table({"text": ["four", None, "", "five"]}), folder / "c.parquet")
-    (folder / "ignored.bin").write_bytes(b"\x00")
-    (folder / ".hidden.txt").write_text("secret")
-    (folder / "d.txt").write_text("")
-    assert text_of(corpus_of(folder)) == "two<eos>three<eos>x = 1\ny = 2\n<eos>four<eos>five<eos>one<eos>"
-
-
-def test_paths_may_be_files_globs_and_folders_in_the_order_given(tmp_path):
-    for name in ("a.txt", "b.txt", "notes.rst"):
-        (tmp_path / name).write_text(name)
-    found = find_files((str(tmp_path / "notes.rst"), str(tmp_path / "*.txt")))
-    assert [(file.name, file.builder) for file in found] == [
-        ("notes.rst", "text"),
-        ("a.txt", "text"),
-        ("b.txt", "text"),
-    ]
-
-
-def test_tokens_are_made_once_and_found_again_wherever_the_folder_lies(tmp_path, corpus_of, said):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.txt").write_text("hello")
-    first = corpus_of(tmp_path / "data")
-    (tmp_path / "data").rename(tmp_path / "moved")
-    again = corpus_of(tmp_path / "moved")
-    assert again == first
-    assert len([line for line in said if line.startswith("tokenizing")]) == 1
-    (tmp_path / "moved" / "a.txt").write_text("hallo")
-    assert corpus_of(tmp_path / "moved").fingerprint["files"] != first.fingerprint["files"]
-    assert [path.name for path in (tmp_path / ".data-cache").iterdir() if path.name.startswith(".")] == []
-
-
-def test_small_vocabularies_take_two_bytes_a_token(tmp_path, corpus_of):
-    (tmp_path / "a.txt").write_text("hello")
-    corpus = corpus_of(tmp_path / "a.txt")
-    assert (corpus.dtype, corpus.num_tokens, corpus.path.stat().st_size) == ("uint16", 6, 12)
-
-
-def test_a_cache_of_another_size_is_damaged(tmp_path, corpus_of):
-    (tmp_path / "a.txt").write_text("hello")
-    corpus = corpus_of(tmp_path / "a.txt")
-    corpus.path.write_bytes(corpus.path.read_bytes()[:-1])
-    with pytest.raises(DamagedError, match=r"tokens\.bin"):
-        corpus_of(tmp_path / "a.txt").tokens()
-
-
-def test_bytes_that_are_not_utf8_are_said(tmp_path, corpus_of, said):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    assert text_of(corpus_of(tmp_path / "a.txt")) == "caf\ufffd<eos>"
-    assert any("1 documents hold U+FFFD" in line for line in said)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", '{"body": "x"}\n', "has no field 'text', only body"),
-        ("a.jsonl", '{"text": 3}\n', "no string but int"),
-        ("a.jsonl", '{"text": \n', "can't read"),
-        ("a.parquet", "not parquet", "can't read"),
-    ],
-)
-def test_a_file_that_is_not_what_it_should_be_is_named(tmp_path, corpus_of, name, content, message):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(DamagedError, match=message) as caught:
-        corpus_of(tmp_path / name)
-    assert name in str(caught.value)
-    assert not list((tmp_path / ".data-cache").iterdir())
-
-
-def test_a_path_without_text_is_an_error(tmp_path, corpus_of):
-    for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(NotFoundError, match="no training text"):
-            corpus_of(path)
-
-
-def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
-    tokenizer = make_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path / "hf")
-    (tmp_path / "a.txt").write_text("hello")
-    with pytest.raises(UnsupportedError, match="end-of-text"):
-        open_corpus((str(tmp_path / "a.txt"),), tmp_path / "hf", tmp_path, print)
-
-
-def test_windows_predict_the_next_token_and_cover_the_stream(tmp_path, corpus_of):
-    (tmp_path / "a.txt").write_text("0123456789abcdef")
-    corpus = corpus_of(tmp_path / "a.txt")
+def test_windows_predict_the_next_token_and_cover_the_stream(corpus_of):
+    corpus = corpus_of("0123456789abcdef")
     windows = Windows(corpus, seq_len=5)
     assert windows.num_units == 3
     position = DataPosition(num_units=3, seq_len=5, seed=0, global_batch_size=3)
-    [batch] = windows.micro_batches(position, rank=0, world_size=1, micro_batch_size=4)
+    [batch] = micro_batches(windows, position, rank=0, world_size=1, micro_batch_size=4)
     assert batch.units == (0, 1, 2)
     rows = {position.unit(g)[1]: row for g, row in zip(batch.units, batch.inputs.tolist(), strict=True)}
-    assert rows[0] + rows[1] + rows[2] == corpus.tokens()[:15].tolist()
+    assert rows[0] + rows[1] + rows[2] == corpus.tokens().read(0, 15).tolist()
     labels = {position.unit(g)[1]: row for g, row in zip(batch.units, batch.labels.tolist(), strict=True)}
-    assert labels[0] + labels[1] + labels[2] == corpus.tokens()[1:16].tolist()
+    assert labels[0] + labels[1] + labels[2] == corpus.tokens().read(1, 16).tolist()
 
 
-def test_every_rank_runs_equally_many_micro_batches(tmp_path, corpus_of):
-    (tmp_path / "a.txt").write_text("x" * 100)
-    windows = Windows(corpus_of(tmp_path / "a.txt"), seq_len=5)
+def test_every_rank_runs_equally_many_micro_batches(corpus_of):
+    windows = Windows(corpus_of("x" * 100), seq_len=5)
     position = DataPosition(windows.num_units, 5, seed=0, global_batch_size=7, consumed=4)
-    ranks = [list(windows.micro_batches(position, rank, 3, micro_batch_size=1)) for rank in range(3)]
+    ranks = [list(micro_batches(windows, position, rank, 3, micro_batch_size=1)) for rank in range(3)]
     assert [[batch.units for batch in batches] for batches in ranks] == [
         [(4,), (7,), (10,)],
         [(5,), (8,), ()],
@@ -151,16 +48,9 @@ def test_every_rank_runs_equally_many_micro_batches(tmp_path, corpus_of):
     dummy = ranks[1][2]
     assert dummy.inputs.shape == (1, 5)
     assert np.all(dummy.labels.numpy() == IGNORED)
+    assert sum(batch.num_trained() for batches in ranks for batch in batches) == 7 * 5
 
 
-def test_a_corpus_shorter_than_a_window_is_refused(tmp_path, corpus_of):
-    (tmp_path / "a.txt").write_text("short")
+def test_a_corpus_shorter_than_a_window_is_refused(corpus_of):
     with pytest.raises(UsageError, match="6 tokens; one window needs 17"):
-        Windows(corpus_of(tmp_path / "a.txt"), seq_len=16)
-
-
-def test_the_fingerprint_is_plain_json(tmp_path, corpus_of):
-    (tmp_path / "a.txt").write_text("hello")
-    fingerprint = corpus_of(tmp_path / "a.txt").fingerprint
-    assert json.loads(json.dumps(fingerprint)) == fingerprint
-    assert set(fingerprint) == {"files", "num_files", "num_bytes", "tokenizer", "num_tokens", "tokens"}
+        Windows(corpus_of("short"), seq_len=16)

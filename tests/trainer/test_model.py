@@ -8,8 +8,7 @@ import transformers
 from ckptool import DataPosition, NotFoundError, UnsupportedError
 from tests.trainer.tiny import run, tiny_config
 from trainer import checkpoint, parallel
-from trainer.corpus import open_corpus
-from trainer.data import Windows
+from trainer.data import micro_batches, open_units, prepare
 from trainer.model import build_meta_model, materialize, model_state, named_blocks, recompute_buffers, ties_of
 from trainer.train import build_state
 
@@ -99,9 +98,10 @@ def test_a_step_equals_plain_pytorch_on_the_same_windows(root):
     weights = {"model": {k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}}
     dcp.load(weights, checkpoint_id=root / "base", no_dist=True)
     model.load_state_dict(weights["model"])
-    windows = Windows(open_corpus(config.data, hf, root, print), config.seq_len)
+    corpus = prepare(config.data, config.unit, config.seq_len, hf, root, print)
+    windows = open_units(corpus, config.unit, config.seq_len)
     position = DataPosition(windows.num_units, config.seq_len, seed=0, global_batch_size=3)
-    [batch] = windows.micro_batches(position, rank=0, world_size=1, micro_batch_size=3)
+    [batch] = micro_batches(windows, position, rank=0, world_size=1, micro_batch_size=3)
     loss = torch.nn.functional.cross_entropy(model(batch.inputs).logits.flatten(0, 1), batch.labels.flatten())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))

@@ -68,6 +68,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {
         "init_from": "base",
         "data": (str(root / "text"),),
+        "unit": "window",
         "seq_len": SEQ_LEN,
         "global_batch_size": 6,
         "micro_batch_size": 2,

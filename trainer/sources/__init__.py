@@ -1,0 +1,1 @@
+"""Where training text comes from: each kind of source becomes a `Corpus`, documents of tokens on the disk."""

@@ -1,0 +1,113 @@
+"""Rows of text: files and Hugging Face data sets as tables of `datasets`, and their rows as documents of tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptool import DamagedError, NotFoundError
+from trainer.sources.files import SourceFile, find_files
+from trainer.sources.spec import SourceSpec
+
+_BUILDER_OF_KIND = {"text": "text", "jsonl": "json", "parquet": "parquet", "chat": "json"}
+_ROWS_A_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Table:
+    """A map-style data set and, for error messages, the file it was read from."""
+
+    rows: Any
+    where: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids, and for each whether it is trained when it is the next token; None: all are."""
+
+    tokens: list[int]
+    trained: list[int] | None = None
+
+
+def source_files(spec: SourceSpec) -> list[SourceFile]:
+    """The files of a source of text. Raises NotFoundError."""
+    if spec.kind == "files":
+        return find_files(spec.paths)
+    suffixes = {"text": (".txt", ".md", ".py"), "parquet": (".parquet",)}.get(spec.kind, (".jsonl",))
+    return find_files(spec.paths, suffixes)
+
+
+def file_tables(spec: SourceSpec, files: list[SourceFile], cache: Path) -> list[Table]:
+    """The files as tables; `cache` gets what `datasets` makes of them. Raises DamagedError for a broken file."""
+    import datasets
+
+    tables = []
+    for builder, group in itertools.groupby(files, key=lambda f: _BUILDER_OF_KIND.get(spec.kind, f.builder)):
+        names = [str(file.path) for file in group]
+        options = {"sample_by": "document", "encoding_errors": "replace"} if builder == "text" else {}
+        try:
+            rows = datasets.load_dataset(builder, data_files=names, split="train", cache_dir=str(cache), **options)
+        except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+            raise DamagedError(
+                f"can't read {names[0]} (and {len(names) - 1} more) as {builder}: {_reason(error)}"
+            ) from error
+        tables.append(Table(rows, names[0]))
+    return tables
+
+
+def hub_table(spec: SourceSpec) -> Table:
+    """A data set by its Hub name, of `save_to_disk`, or a folder that `load_dataset` understands.
+
+    Raises NotFoundError when there is no such data set or split, DamagedError when it can't be read.
+    """
+    import datasets
+
+    [name] = spec.paths
+    folder = Path(name).expanduser()
+    try:
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(str(folder))
+        else:
+            where = str(folder) if folder.is_dir() else name
+            loaded = datasets.load_dataset(where, spec.config or None)
+    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
+        raise NotFoundError(f"no data set {name}: {_reason(error)}") from error
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, KeyError) as error:
+        raise DamagedError(f"can't read the data set {name}: {_reason(error)}") from error
+    if isinstance(loaded, dict):
+        if spec.split not in loaded:
+            raise NotFoundError(f"{name} has no split {spec.split!r}, only {', '.join(loaded)}", hint="split = ...")
+        loaded = loaded[spec.split]
+    return Table(loaded, name)
+
+
+def check_text(table: Table, field: str) -> None:
+    """Raises DamagedError when the table has no such column."""
+    if field not in table.rows.column_names:
+        raise DamagedError(
+            f"{table.where} has no field {field!r}, only {', '.join(table.rows.column_names)}",
+            hint="field = ... in a TOML file of [[source]] tables",
+        )
+
+
+def text_documents(tokenizer: Any, table: Table, field: str, start: int, stop: int) -> Iterator[tuple[Document, bool]]:
+    """Each non-empty text of rows `start` to `stop` with an end-of-text token, and whether it holds U+FFFD."""
+    rows = table.rows.select_columns([field])
+    for begin in range(start, stop, _ROWS_A_BATCH):
+        texts = [text for text in rows[begin : min(begin + _ROWS_A_BATCH, stop)][field] if text]
+        for text in texts:
+            if not isinstance(text, str):
+                raise DamagedError(f"{table.where}: the field {field!r} is no string but {type(text).__name__}")
+        if not texts:
+            continue
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        for text, tokens in zip(texts, encoded, strict=True):
+            yield Document([*tokens, tokenizer.eos_token_id]), "\ufffd" in text
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

@@ -1,0 +1,53 @@
+"""TokenStream: several files of tokens as one array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckptool import DamagedError
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """`num_tokens` items of `dtype` in a file, from byte `offset_bytes` on."""
+
+    path: Path
+    dtype: str
+    offset_bytes: int
+    num_tokens: int
+
+    def open(self) -> np.ndarray:
+        """Mapped, not read: shape (num_tokens,). Raises DamagedError when the file is too short."""
+        end = self.offset_bytes + self.num_tokens * np.dtype(self.dtype).itemsize
+        if self.path.stat().st_size < end:
+            raise DamagedError(f"{self.path} should hold {self.num_tokens} tokens", kind="truncated")
+        if not self.num_tokens:
+            return np.empty(0, self.dtype)
+        return np.memmap(self.path, self.dtype, "r", self.offset_bytes, (self.num_tokens,))
+
+
+class TokenStream:
+    """The parts one after the other; a slice of it is read from the files that it touches."""
+
+    def __init__(self, parts: Sequence[TokenPart]) -> None:
+        self._arrays = [part.open() for part in parts]
+        self._bounds = np.cumsum([0, *(len(array) for array in self._arrays)])
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Items `start` to `stop`, as int64 of shape (stop - start,). Raises IndexError outside of the stream."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"tokens {start} to {stop} of a stream of {len(self)}")
+        out = np.empty(stop - start, np.int64)
+        part = int(np.searchsorted(self._bounds, start, side="right")) - 1
+        while start < stop:
+            begin, end = int(self._bounds[part]), min(stop, int(self._bounds[part + 1]))
+            out[len(out) - (stop - start) :][: end - start] = self._arrays[part][start - begin : end - begin]
+            start, part = end, part + 1
+        return out
