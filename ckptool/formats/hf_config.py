@@ -10,6 +10,9 @@ from ckptool.core.dtypes import CASTABLE
 from ckptool.core.tensors import TensorEntry
 from ckptool.storage.files import read_json, write_json
 
+CONFIG_NAME = "config.json"
+QUANTIZATION_KEY = "quantization_config"
+
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _TIE_KEY = "tie_word_embeddings"
 
@@ -23,13 +26,37 @@ def main_dtype(entries: Iterable[TensorEntry]) -> str | None:
     return max(counts, key=lambda dtype: counts[dtype]) if counts else None
 
 
+def quantisation_of(folder: Path) -> Any:
+    """What `folder/config.json` says of its weights' quantisation; None when it says nothing."""
+    path = folder / CONFIG_NAME
+    config = read_json(path, max_bytes=16 << 20) if path.exists() else None
+    return config.get(QUANTIZATION_KEY) if isinstance(config, dict) else None
+
+
+def weights_dtype(folder: Path) -> str:
+    """The dtype that dequantised weights get: the config's, bfloat16 when it names none that a model can train in."""
+    config = read_json(folder / CONFIG_NAME, max_bytes=16 << 20)
+    named = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
+    dtype = named.removeprefix("torch.")
+    return dtype if dtype in ("float32", "float16", "bfloat16") else "bfloat16"
+
+
+def drop_quantisation(folder: Path, dtype: str) -> None:
+    """Make `folder/config.json` say that the weights are plain ones of `dtype`."""
+    path = folder / CONFIG_NAME
+    config = read_json(path)
+    config.pop(QUANTIZATION_KEY, None)
+    _set_dtype(config, dtype)
+    write_json(path, config)
+
+
 def match_config(folder: Path, dtype: str | None, source_dtype: str | None, untied: bool) -> list[str]:
     """Make `folder/config.json` say what the tensors are; the file stays byte for byte where nothing changed.
 
     `dtype` is the tensors' main dtype, `source_dtype` what it was in the checkpoint's own source: only a change since
     then is written. `untied` clears the tie flag. Returns notes on what was changed.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG_NAME
     if not path.exists():
         return []
     config = read_json(path)

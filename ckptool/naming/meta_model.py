@@ -17,11 +17,12 @@ from ckptool.storage.files import read_json
 _QUANTIZATION_KEY = "quantization_config"
 
 
-def read_config(folder: Path, num_tensors: int, num_bytes: int) -> dict[str, Any] | None:
+def read_config(folder: Path, num_tensors: int, num_bytes: int, dequantised: bool = False) -> dict[str, Any] | None:
     """The folder's config.json, or None when there is none. `num_tensors` and `num_bytes` are the weights'.
 
-    Raises DamagedError when it can't be the config of such weights, UnsupportedError for quantised ones. What it
-    returns, or build_meta_model makes of it, is as large as the weights allow.
+    Raises DamagedError when it can't be the config of such weights, UnsupportedError for quantised ones unless they are
+    `dequantised` while they are read. What it returns, or build_meta_model makes of it, is as large as the weights
+    allow.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -31,10 +32,10 @@ def read_config(folder: Path, num_tensors: int, num_bytes: int) -> dict[str, Any
         raise DamagedError(f"{path} is not a JSON object")
     check_config(config, str(path), num_tensors=num_tensors, num_bytes=num_bytes)
     quantization = config.get(_QUANTIZATION_KEY)
-    if quantization:
+    if quantization and not dequantised:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise UnsupportedError(
-            f"{folder}: weights quantised with {method!r} can't be trained from as they are",
+            f"{folder}: weights quantised with {str(method)[:100]!r} can't be used here as they are",
             hint="use the model's unquantised checkpoint",
         )
     return config
@@ -58,15 +59,24 @@ def build_meta_model(folder: Path, dtype: str | None = None) -> transformers.Pre
             f"{folder}: transformers {transformers.__version__} can't read its config: {_first_line(error)}",
             hint="pip install -U transformers",
         ) from error
-    model_class = _model_class(folder, config)
+    return build_from_config(config, str(folder), dtype)
+
+
+def build_from_config(
+    config: transformers.PreTrainedConfig, location: str, dtype: str | None = None
+) -> transformers.PreTrainedModel:
+    """The model of a config on the meta device; `location` names it in errors. Raises UnsupportedError."""
+    model_class = _model_class(location, config)
     # Attention kernels are irrelevant here, and some can't be had on every machine.
     config._attn_implementation = "eager"
+    if hasattr(config, _QUANTIZATION_KEY):
+        delattr(config, _QUANTIZATION_KEY)
     torch_dtype = getattr(torch, dtype) if dtype else torch.float32
     try:
         with torch.device("meta"):
             model = model_class._from_config(config, dtype=torch_dtype)
     except Exception as error:
-        raise UnsupportedError(f"{folder}: can't build {model_class.__name__}: {_first_line(error)}") from error
+        raise UnsupportedError(f"{location}: can't build {model_class.__name__}: {_first_line(error)}") from error
     return model
 
 
@@ -90,7 +100,7 @@ class DtypeRule:
         return self._built.get(name)
 
 
-def _model_class(folder: Path, config: Any) -> Any:
+def _model_class(location: str, config: Any) -> Any:
     for architecture in config.architectures or []:
         model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
         if _is_model_class(model_class):
@@ -99,7 +109,7 @@ def _model_class(folder: Path, config: Any) -> Any:
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise UnsupportedError(
-        f"{folder}: transformers {transformers.__version__} has no model for {config.model_type!r} "
+        f"{location}: transformers {transformers.__version__} has no model for {config.model_type!r} "
         f"(architectures {config.architectures})",
         hint="pip install -U transformers",
     )

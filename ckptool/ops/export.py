@@ -213,7 +213,9 @@ def _finish_folder(job: HfExport, staging: Path, plan: Plan) -> list[str]:
     written = [entry for item in plan.items for entry in item.targets]
     provenance = job.provenance
     source_dtype = provenance.source.get("dtype") if provenance else None
-    return match_config(staging, main_dtype(written), source_dtype, bool(provenance and provenance.untied))
+    quantised = provenance.source.get("quantization") if provenance else None
+    notes = [f"the source was quantised with {quantised}; these weights are not"] if quantised else []
+    return notes + match_config(staging, main_dtype(written), source_dtype, bool(provenance and provenance.untied))
 
 
 def _to_torch(

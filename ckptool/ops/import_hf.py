@@ -8,18 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptool import engine as copy_engine
-from ckptool.core.box import Box
-from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import cut_tensor, stream_tensor
-from ckptool.core.interfaces import Progress
+from ckptool.core.interfaces import Progress, Source
 from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Provenance
 from ckptool.errors import UsageError
 from ckptool.formats.dcp_sink import DcpSink
-from ckptool.formats.hf_config import main_dtype
-from ckptool.formats.hf_folder import EXTRA_NAME, HfSink, HfSource, copy_side_files, side_files
+from ckptool.formats.hf_folder import EXTRA_NAME, HfSink
 from ckptool.hub import Located, locate
 from ckptool.naming.groups import NamePlan, keep_names
+from ckptool.ops.inputs import ModelInput, open_input
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, checked_dtype, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
@@ -73,12 +71,11 @@ def import_hf(
             located, target, cast, overwrite=overwrite, dry_run=dry_run, progress=progress
         )
 
-    with contextlib.closing(HfSource(located.path)) as source:
-        names = name_tensors(located.path, source, cast)
-        side = side_files(source.folder)
+    model = open_input(located.path, cast)
+    with contextlib.closing(model.source) as source:
+        names = model.names
         extra_bytes = sum(source.manifest.tensors[name].num_bytes for name in names.extra)
-        side_bytes = sum((source.folder / file).stat().st_size for file in side)
-        num_records = len(source.manifest.tensors) + len(side)
+        num_records = len(source.manifest.tensors) + model.num_side_files
         plan = plan_conversion(
             "import-hf",
             source.manifest,
@@ -87,51 +84,20 @@ def import_hf(
             cut=cut_tensor,
             piece_bytes=chunk_bytes,
             target_prefix=MODEL_PREFIX,
-            extra_disk_bytes=extra_bytes + side_bytes + num_records * DIGEST_RECORD_BYTES,
+            extra_disk_bytes=extra_bytes + model.side_bytes + num_records * DIGEST_RECORD_BYTES,
             chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
         )
-        notes = (*source.notes, *plan.notes)
+        notes = (*model.notes, *plan.notes)
         check_disk(target, plan)
         if dry_run:
             return Result("import-hf", str(target), plan, False, time.monotonic() - start, notes)
         with staged_directory(target, overwrite) as staging:
-            copy_side_files(source.folder, staging / "hf", side)
+            model.write_side(staging / "hf")
             _keep_extra(staging / "hf", source, names)
-            write_provenance(staging, _provenance(located, source.manifest, names))
+            write_provenance(staging, _provenance(located, model))
             sink = _open_sink(staging, plan, names)
             copy_engine.run(plan, source, sink, progress(plan) if progress else None)
     return Result("import-hf", str(target), plan, True, time.monotonic() - start, notes)
-
-
-def name_tensors(path: Path, source: HfSource, cast: str | None) -> NamePlan:
-    from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
-
-    config = read_config(source.folder, len(source.manifest.tensors), source.manifest.num_bytes)
-    shapes = {name: entry.shape for name, entry in source.manifest.tensors.items()}
-    if config is None:
-        return keep_names(shapes, cast, f"no config.json beside {path.name}: tensors keep their names")
-    if is_custom_code(config):
-        note = "the model is the repository's own code, which is not run: tensors keep their names"
-        return keep_names(shapes, cast, note)
-    from ckptool.naming.transformers_names import plan_import
-
-    model = build_meta_model(source.folder, cast)
-    return plan_import(model, source.manifest.tensors, cast, lambda a, b: _same_bytes(source, a, b))
-
-
-def _same_bytes(source: HfSource, a: str, b: str, piece_bytes: int = 16 << 20) -> bool:
-    """Compare two stored tensors piece by piece."""
-    one, other = source.manifest.tensors[a], source.manifest.tensors[b]
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    rows = max(1, piece_bytes // max(1, one.num_bytes // max(1, one.shape[0] if one.shape else 1)))
-    for box in Box.whole(one.shape).split_rows(rows):
-        first, second = (bytearray(box.num_elements * one.itemsize_bytes) for _ in range(2))
-        source.read_into(a, box, memoryview(first))
-        source.read_into(b, box, memoryview(second))
-        if first != second:
-            return False
-    return True
 
 
 def _open_sink(staging: Path, plan: Plan, names: NamePlan) -> DcpSink:
@@ -140,7 +106,7 @@ def _open_sink(staging: Path, plan: Plan, names: NamePlan) -> DcpSink:
     return DcpSink(staging, tensors, model_paths([*tensors, *ties]), ties)
 
 
-def _keep_extra(folder: Path, source: HfSource, names: NamePlan) -> None:
+def _keep_extra(folder: Path, source: Source, names: NamePlan) -> None:
     """Write the tensors that the model has no use for where an export will find them."""
     if not names.extra:
         return
@@ -158,8 +124,11 @@ def model_paths(fqns: list[str]) -> dict[str, tuple[str | int, ...]]:
     return {fqn: ("model", fqn.removeprefix(MODEL_PREFIX)) for fqn in fqns}
 
 
-def _provenance(located: Located, source: Manifest, names: NamePlan) -> Provenance:
-    origin = {**located.origin, "dtype": main_dtype(source.tensors.values())}
+def _provenance(located: Located, model: ModelInput) -> Provenance:
+    origin = {**located.origin, "dtype": model.dtype}
+    if model.quantisation:
+        origin["quantization"] = model.quantisation
+    names = model.names
     return new_provenance(
         source=origin,
         naming=names.naming,

@@ -14,7 +14,8 @@ from ckptool.core.plan import PlanItem
 from ckptool.errors import NotFoundError
 from ckptool.formats.dcp_metadata import MODEL_PREFIX, is_checkpoint
 from ckptool.formats.dcp_source import DcpSource
-from ckptool.formats.hf_folder import INDEX_NAME, HfSource
+from ckptool.formats.hf_folder import INDEX_NAME
+from ckptool.ops.inputs import open_input
 from ckptool.planner import plan_conversion
 from ckptool.runs import default_root, resolve
 
@@ -54,10 +55,8 @@ class LiveSource:
     """A Hugging Face folder that serves its tensors under their live names, converted group by group where needed."""
 
     def __init__(self, path: Path) -> None:
-        from ckptool.ops.import_hf import name_tensors
-
-        self._inner = HfSource(path)
-        names = name_tensors(path, self._inner, None)
+        model = open_input(path, None)
+        self._inner, names = model.source, model.names
         plan = plan_conversion(
             "read",
             self._inner.manifest,
@@ -75,7 +74,7 @@ class LiveSource:
             tensors[alias] = dataclasses.replace(tensors[canonical], fqn=alias)
             self._items[alias] = self._items[canonical]
         self._canonical = ties
-        self.notes = (*self._inner.notes, *plan.notes)
+        self.notes = (*model.notes, *plan.notes)
         self.manifest = Manifest(str(path), tensors, ties=ties, files=self._inner.manifest.files)
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:

@@ -1,0 +1,112 @@
+"""What an import reads: tensors, their names in the model, and the side files, whatever form the model comes in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptool.core.box import Box
+from ckptool.core.interfaces import Source
+from ckptool.formats.hf_config import drop_quantisation, main_dtype, quantisation_of, weights_dtype
+from ckptool.formats.hf_folder import HfSource, copy_side_files, side_files
+from ckptool.naming.groups import NamePlan, keep_names
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A model to import. `dtype` is what its config says, or should say, of its weights; `write_side` puts its side
+    files into a folder, and `side_bytes` is their size. `quantisation` is how the weights were stored, if not plainly.
+    """
+
+    source: Source
+    names: NamePlan
+    dtype: str | None
+    write_side: Callable[[Path], None]
+    num_side_files: int
+    side_bytes: int
+    quantisation: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+
+def open_input(path: Path, cast: str | None) -> ModelInput:
+    """Open a Hugging Face folder or a file of weights. `cast` is the dtype that the weights will get (None: keep).
+
+    The caller closes `source`. Raises a CkptoolError when it can't be read, or is not understood.
+    """
+    stored = HfSource(path)
+    with contextlib.ExitStack() as stack:
+        stack.callback(stored.close)
+        opened = _open_folder(path, stored, cast)
+        stack.pop_all()
+    return opened
+
+
+def _open_folder(path: Path, stored: HfSource, cast: str | None) -> ModelInput:
+    source: Source = stored
+    quantisation = quantisation_of(stored.folder)
+    notes = [*stored.notes]
+    dtype, method = main_dtype(stored.manifest.tensors.values()), ""
+    if quantisation:
+        source, dropped, dtype = _dequantised(stored, quantisation, cast)
+        method = quantisation["quant_method"]
+        notes.append(f"quantised with {method}: dequantised to {cast or dtype}, and exported so")
+        if dropped:
+            notes.append(f"left out, made for quantised weights only: {dropped}")
+    names = name_tensors(stored.folder, path.name, source, cast, dequantised=bool(method))
+    side = side_files(stored.folder)
+
+    def write_side(folder: Path) -> None:
+        copy_side_files(stored.folder, folder, side)
+        if method and dtype:
+            drop_quantisation(folder, dtype)
+
+    side_bytes = sum((stored.folder / file).stat().st_size for file in side)
+    return ModelInput(source, names, dtype, write_side, len(side), side_bytes, method, tuple(notes))
+
+
+def _dequantised(stored: HfSource, quantisation: object, cast: str | None) -> tuple[Source, str, str]:
+    """The source of plain weights, the names of tensors it leaves out, and the dtype of the weights.
+
+    Where a cast is wanted the weights come as float32, so that they are rounded once.
+    """
+    from ckptool.errors import name_some
+    from ckptool.formats.dequantised import DequantisedSource, find_quantised
+
+    found = find_quantised(stored.manifest.tensors, quantisation, str(stored.folder))
+    dtype = weights_dtype(stored.folder)
+    dropped = name_some(list(found.dropped)) if found.dropped else ""
+    return DequantisedSource(stored, found, "float32" if cast else dtype), dropped, dtype
+
+
+def name_tensors(folder: Path, name: str, source: Source, cast: str | None, *, dequantised: bool = False) -> NamePlan:
+    """Names by the model of `folder`'s config.json; as they are when there is none, or only its own code knows it."""
+    from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
+
+    config = read_config(folder, len(source.manifest.tensors), source.manifest.num_bytes, dequantised)
+    shapes = {fqn: entry.shape for fqn, entry in source.manifest.tensors.items()}
+    if config is None:
+        return keep_names(shapes, cast, f"no config.json beside {name}: tensors keep their names")
+    if is_custom_code(config):
+        note = "the model is the repository's own code, which is not run: tensors keep their names"
+        return keep_names(shapes, cast, note)
+    from ckptool.naming.transformers_names import plan_import
+
+    model = build_meta_model(folder, cast)
+    return plan_import(model, source.manifest.tensors, cast, lambda a, b: same_bytes(source, a, b))
+
+
+def same_bytes(source: Source, a: str, b: str, piece_bytes: int = 16 << 20) -> bool:
+    """Compare two stored tensors piece by piece."""
+    one, other = source.manifest.tensors[a], source.manifest.tensors[b]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    rows = max(1, piece_bytes // max(1, one.num_bytes // max(1, one.shape[0] if one.shape else 1)))
+    for box in Box.whole(one.shape).split_rows(rows):
+        first, second = (bytearray(box.num_elements * one.itemsize_bytes) for _ in range(2))
+        source.read_into(a, box, memoryview(first))
+        source.read_into(b, box, memoryview(second))
+        if first != second:
+            return False
+    return True
