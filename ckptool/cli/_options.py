@@ -110,6 +110,21 @@ overwrite_option = click.option(
 dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan and stop: nothing is written.")
 
 
+def mesh_options(command: Command) -> Command:
+    """Add `--world-size`, `--mesh` and `--placements`: the ranks that a checkpoint is to be read by."""
+    world_size = click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="FSDP2 over N ranks.")
+    mesh = click.option(
+        "--mesh", metavar="AXIS=N,...", help="The same with more axes, outermost first: dp_replicate=2,dp_shard=4,tp=2."
+    )
+    placements = click.option(
+        "--placements",
+        type=click.Path(dir_okay=False, exists=True, path_type=Path),
+        metavar="FILE",
+        help="A TOML file that says which dim each mesh axis cuts. Default: dim 0 for FSDP, transformers' plan for tp.",
+    )
+    return world_size(mesh(placements(command)))
+
+
 def output_options(command: Command) -> Command:
     """Add `--json` and `--quiet`."""
     as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from ckptool import __version__
-from ckptool.cli import completion, copy, diff, export, import_hf, inspect, ls, pin, prune, verify
+from ckptool.cli import completion, copy, diff, export, import_hf, inspect, ls, pin, plan, prune, reshard, verify
 from ckptool.cli._errors import report
 
 EPILOG = (
@@ -32,6 +32,8 @@ def cli() -> None:
 for command in (
     import_hf.command,
     export.command,
+    reshard.command,
+    plan.command,
     ls.command,
     inspect.command,
     verify.command,

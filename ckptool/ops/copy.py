@@ -78,11 +78,11 @@ def _copy_folder(
         with staged_directory(target, overwrite) as staging:
             report = progress(plan) if progress else None
             for name in names:
-                _copy_file(path, staging, name, listed.get(name), report)
+                copy_file(path, staging, name, listed.get(name), report)
     return plan
 
 
-def _copy_file(source: Path, target: Path, name: str, recorded: FileDigest | None, report: Progress | None) -> None:
+def copy_file(source: Path, target: Path, name: str, recorded: FileDigest | None, report: Progress | None) -> None:
     """Copy one file, flush it, and compare what the disk gives back with what was read."""
     origin, copied = safe_join(source, name), target / name
     with os_errors(copied):
@@ -128,7 +128,7 @@ def _copy_model(
             return plan
         with staged_directory(target, overwrite) as staging:
             for name in _hf_files(path):
-                _copy_file(path, staging, name, None, None)
+                copy_file(path, staging, name, None, None)
             _write_model_provenance(staging, manifest)
             tensors = {entry.fqn: entry for item in plan.items for entry in item.targets}
             paths = {f: manifest.paths.get(f, ("model", f.removeprefix(MODEL_PREFIX))) for f in (*tensors, *ties)}

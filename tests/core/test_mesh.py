@@ -61,10 +61,23 @@ def boxes_by_rank(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placemen
     return boxes
 
 
-@settings(max_examples=2000, deadline=None)
+Case = tuple[tuple[int, ...], Mesh, tuple[Placement, ...]]
+
+
+@settings(max_examples=500, deadline=None)
 @given(cases())
-def test_every_rank_holds_what_dtensor_gives_it(case: tuple[tuple[int, ...], Mesh, tuple[Placement, ...]]) -> None:
-    shape, mesh, placements = case
+def test_every_rank_holds_what_dtensor_gives_it(case: Case) -> None:
+    check_split(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(cases())
+def test_every_rank_holds_what_dtensor_gives_it_in_thousands_of_cases(case: Case) -> None:
+    check_split(*case)
+
+
+def check_split(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> None:
     whole = torch.arange(math.prod(shape)).reshape(shape)
     torch_placements = [as_torch(placement) for placement in placements]
     elements = indices_by_torch(shape, mesh, placements)
@@ -78,7 +91,8 @@ def test_every_rank_holds_what_dtensor_gives_it(case: tuple[tuple[int, ...], Mes
         assert len(found) == math.prod(local)
         if len(boxes) == 1:
             assert (boxes[0].sizes, boxes[0].offsets) == (tuple(local), tuple(offset))
-    assert exact_cover_fault([box for held in split(*case) for box in held.boxes], shape) == ""
+    boxes = [box for held in split(shape, mesh, placements) for box in held.boxes]
+    assert exact_cover_fault(boxes, shape) == ""
 
 
 @settings(max_examples=500, deadline=None)
