@@ -25,6 +25,7 @@ from trainer.model import (
     ties_of,
 )
 from trainer.optimizer import build_optimizer
+from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
 from trainer.schedule import learning_rate
 from trainer.units import MicroBatch, Units
@@ -57,6 +58,8 @@ def train(config: TrainConfig) -> None:
             checkpoint.resume(state, origin, log)
         else:
             checkpoint.load_weights(state, origin, log)
+        if config.unit == "pack":
+            check_documents_apart(state.model, ranks.device)
         log.say(
             f"world size {ranks.world_size} on {ranks.device.type}, step {state.step} of {config.steps}, "
             f"{state.position.consumed:,} units trained"
