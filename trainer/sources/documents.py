@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,7 @@ def source_files(spec: SourceSpec) -> list[SourceFile]:
 
 def file_tables(spec: SourceSpec, files: list[SourceFile], cache: Path) -> list[Table]:
     """The files as tables; `cache` gets what `datasets` makes of them. Raises DamagedError for a broken file."""
-    import datasets
-
+    datasets = _datasets()
     tables = []
     for builder, group in itertools.groupby(files, key=lambda f: _BUILDER_OF_KIND.get(spec.kind, f.builder)):
         names = [str(file.path) for file in group]
@@ -63,8 +63,7 @@ def hub_table(spec: SourceSpec) -> Table:
 
     Raises NotFoundError when there is no such data set or split, DamagedError when it can't be read.
     """
-    import datasets
-
+    datasets = _datasets()
     [name] = spec.paths
     folder = Path(name).expanduser()
     try:
@@ -106,6 +105,15 @@ def text_documents(tokenizer: Any, table: Table, field: str, start: int, stop: i
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         for text, tokens in zip(texts, encoded, strict=True):
             yield Document([*tokens, tokenizer.eos_token_id]), "\ufffd" in text
+
+
+def _datasets() -> Any:
+    """The library, with its bars of progress only where somebody sees them."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    return datasets
 
 
 def _reason(error: BaseException) -> str:
