@@ -1,0 +1,266 @@
+"""Ranks of the target mesh, with torch's own reader and DTensors, find in a resharded checkpoint their own bytes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import ckptool
+from ckptool.core.mesh import Mesh
+from ckptool.ops.reshard import reshard
+from tests.spawn import run_ranks
+from trainer.optimizer import build_optimizer, optimizer_state
+
+ROWS: list[Placement] = [Replicate(), Shard(0)]
+
+#: Per mesh: the file of placements, and what a program with such a mesh has for each parameter.
+CASES: dict[str, tuple[str, dict[str, list[Placement]]]] = {
+    "dp=4": ("", {"w": [Shard(0)], "few": [Shard(0)], "empty": [Shard(0)], "bias": [Shard(0)], "experts": [Shard(0)]}),
+    "dp_replicate=2,dp_shard=2": ("", {"w": ROWS, "few": ROWS, "empty": ROWS, "bias": ROWS, "experts": ROWS}),
+    "dp_shard=2,tp=2": (
+        '[tp]\n"w" = 0\n"few" = 1\n"experts" = -1\n',
+        {
+            "w": [_StridedShard(0, split_factor=2), Shard(0)],
+            "few": [Shard(0), Shard(1)],
+            "empty": [Shard(0), Replicate()],
+            "bias": [Shard(0), Replicate()],
+            "experts": [Shard(0), Shard(2)],
+        },
+    ),
+    "dp_shard=2,ep=2": (
+        '[ep]\n"experts" = 0\n[dp_shard]\n"experts" = 1\n',
+        {
+            "w": [Shard(0), Replicate()],
+            "few": [Shard(0), Replicate()],
+            "empty": [Shard(0), Replicate()],
+            "bias": [Shard(0), Replicate()],
+            "experts": [Shard(1), Shard(0)],
+        },
+    ),
+}
+
+
+def parameters() -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    shapes = {"w": (12, 6), "few": (3, 6), "empty": (0, 4), "bias": (7,), "experts": (5, 9, 8)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+class CountingReader(dcp.FileSystemReader):
+    """The stock reader, which reads every chunk that it touches whole; keeps the names of their files."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.num_bytes = 0
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        for item in plan.items:
+            chunk = self.metadata_chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+            self.num_bytes += chunk
+        return super().read_data(plan, planner)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        metadata = super().read_metadata(*args, **kwargs)
+        self.metadata_chunks = {
+            (fqn, tuple(chunk.offsets)): chunk.sizes.numel() * entry.properties.dtype.itemsize
+            for fqn, entry in metadata.state_dict_metadata.items()
+            for chunk in getattr(entry, "chunks", ())
+        }
+        return metadata
+
+
+def template(tensor: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    local = torch.full(shape, float("nan"))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def load_all(rank: int, root: str) -> None:
+    for text, (_, placements) in CASES.items():
+        mesh = Mesh.parse(text)
+        device_mesh = init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.axes)
+        model = {name: template(t, device_mesh, placements[name]) for name, t in parameters().items()}
+        optim = {name: {"exp_avg": template(t, device_mesh, placements[name])} for name, t in parameters().items()}
+        reader = CountingReader(f"{root}/{text}")
+        dcp.load({"model": model, "optim": {"state": optim}}, storage_reader=reader)
+        held = 0
+        for name, tensor in parameters().items():
+            shape, offsets = compute_local_shape_and_global_offset(tensor.shape, device_mesh, placements[name])
+            own = tensor[tuple(slice(a, a + n) for a, n in zip(offsets, shape, strict=True))]
+            assert torch.equal(model[name].to_local(), own), (text, name)
+            assert torch.equal(optim[name]["exp_avg"].to_local(), own * 2), (text, name)
+            held += 2 * own.nbytes
+        assert reader.num_bytes == held, f"{text}: rank {rank} reads {reader.num_bytes} bytes and holds {held}"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(hidden))))
+
+
+def load_fsdp_over_tp(rank: int, checkpoint: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(6)
+    model = Block()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp_shard"])
+    state = model.state_dict()
+    for tensor in state.values():
+        tensor.to_local().fill_(float("nan"))
+    reader = CountingReader(checkpoint)
+    dcp.load({"model": state}, storage_reader=reader)
+    assert isinstance(state["up.weight"].placements[0], _StridedShard)
+    for name, tensor in state.items():
+        assert torch.equal(tensor.full_tensor(), expected[name]), name
+    assert reader.num_bytes == sum(tensor.to_local().nbytes for tensor in state.values())
+
+
+def load_on_four_ranks(rank: int, root: str) -> None:
+    load_all(rank, root)
+    load_fsdp_over_tp(rank, f"{root}/fsdp-over-tp")
+
+
+def test_stock_load_reads_what_the_rank_holds_on_every_mesh(tmp_path: Path) -> None:
+    state = {
+        "model": parameters(),
+        "optim": {"state": {name: {"exp_avg": tensor * 2} for name, tensor in parameters().items()}},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    for text, (placements, _) in CASES.items():
+        (tmp_path / "placements.toml").write_text(placements)
+        reshard(
+            str(tmp_path / "foreign"),
+            str(tmp_path / text),
+            mesh=Mesh.parse(text),
+            placements=tmp_path / "placements.toml",
+        )
+    torch.manual_seed(6)
+    dcp.save({"model": Block().state_dict()}, checkpoint_id=tmp_path / "one", no_dist=True)
+    (tmp_path / "tp.toml").write_text('[tp]\n"up.*" = 0\n"down.weight" = 1\n')
+    reshard(
+        str(tmp_path / "one"),
+        str(tmp_path / "fsdp-over-tp"),
+        mesh=Mesh.parse("dp_shard=2,tp=2"),
+        placements=tmp_path / "tp.toml",
+    )
+    run_ranks(4, load_on_four_ranks, str(tmp_path))
+
+
+NUM_ROWS, STEPS_BEFORE = 24, 2
+
+
+class Language(nn.Module):
+    """All float64: transformers' norms and losses go through float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(31, 6)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(6, 31)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class Training:
+    """A tiny model in float64 with AdamW on the ranks of `mesh`; the same batch of NUM_ROWS rows each step."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.num_ranks = mesh, mesh.size()
+        torch.manual_seed(8)
+        self.model = Language().double()
+        for block in self.model.blocks:
+            fully_shard(block, mesh=self.mesh)
+        fully_shard(self.model, mesh=self.mesh)
+        self.optimizer = build_optimizer(dict(self.model.named_parameters()), lr=0.01, weight_decay=0.1)
+
+    def state(self) -> dict[str, Any]:
+        optim = optimizer_state(self.optimizer, dict(self.model.named_parameters()))
+        return {"model": self.model.state_dict(), "optim": optim}
+
+    def step(self) -> tuple[float, float]:
+        """The batch's loss before the step, and the norm of its gradient."""
+        tokens = torch.randint(31, (NUM_ROWS, 12), generator=torch.Generator().manual_seed(7))
+        own = tokens[dist.get_rank() :: self.num_ranks]
+        # FSDP2 takes the mean over the ranks; that of these losses is the mean over all rows.
+        logits = self.model(own[:, :-1]).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, own[:, 1:].flatten()) * len(own) * self.num_ranks / NUM_ROWS
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=self.mesh.get_group())
+        return total.item() / self.num_ranks, norm.full_tensor().item()  # type: ignore[attr-defined]
+
+
+def train_and_save(rank: int, root: str, world_sizes: list[int]) -> list[tuple[float, float]]:
+    """Steps on each number of ranks, saved by plain dcp.save, and what the next step gives without interruption."""
+    next_steps = []
+    for num_ranks in world_sizes:
+        mesh = DeviceMesh("cpu", list(range(num_ranks)))
+        if rank < num_ranks:
+            run = Training(mesh)
+            for _ in range(STEPS_BEFORE):
+                run.step()
+            dcp.save(run.state(), checkpoint_id=f"{root}/{num_ranks}", process_group=mesh.get_group())
+            next_steps.append(run.step())
+        dist.barrier()
+    return next_steps
+
+
+def resume_all(rank: int, root: str, world_sizes: list[int]) -> list[tuple[float, float]]:
+    next_steps = []
+    for before, after in itertools.product(world_sizes, repeat=2):
+        mesh = DeviceMesh("cpu", list(range(after)))
+        if rank < after:
+            run = Training(mesh)
+            state = run.state()
+            dcp.load(state, checkpoint_id=f"{root}/{before}to{after}", process_group=mesh.get_group())
+            run.model.load_state_dict(state["model"])
+            next_steps.append(run.step())
+        dist.barrier()
+    return next_steps
+
+
+def check_training_goes_on(root: Path, world_sizes: list[int]) -> None:
+    uninterrupted = run_ranks(max(world_sizes), train_and_save, str(root), world_sizes)[0]
+    for before, after in itertools.product(world_sizes, repeat=2):
+        reshard(str(root / str(before)), str(root / f"{before}to{after}"), mesh=Mesh.of({"dp": after}))
+    resumed = run_ranks(max(world_sizes), resume_all, str(root), world_sizes, limit_seconds=600)[0]
+    assert len(resumed) == len(world_sizes) ** 2
+    for loss, norm in [*uninterrupted, *resumed]:
+        assert abs(loss - uninterrupted[0][0]) <= 1e-12
+        assert abs(norm - uninterrupted[0][1]) <= 1e-12
+    assert ckptool.verify(str(root / f"{world_sizes[-1]}to{world_sizes[0]}"), level="content").findings == ()
+
+
+def test_training_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
+    check_training_goes_on(tmp_path, [1, 3, 4])
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_and_to_every_number_of_ranks(tmp_path: Path) -> None:
+    check_training_goes_on(tmp_path, list(range(1, 9)))
