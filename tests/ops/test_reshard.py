@@ -63,6 +63,22 @@ def test_everything_comes_along(kinds: Path, tmp_path: Path, name: str, mesh: st
     assert plan_reads(str(after), mesh=Mesh.parse(mesh)).details["amplification"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("tiny", "dp_shard=2,tp=2"), ("moe", "dp_shard=2,tp=3"), ("moe", "dp=2,ep=2")]
+)
+def test_the_models_own_parallel_plan_is_followed(kinds: Path, tmp_path: Path, name: str, mesh: str) -> None:
+    reshard(name, str(tmp_path / "new"), root=kinds, mesh=Mesh.parse(mesh))
+    assert tensor_bytes(tmp_path / "new") == tensor_bytes(kinds / name)
+    assert plan_reads(str(tmp_path / "new"), mesh=Mesh.parse(mesh)).details["amplification"] == 1.0
+    tensors = read_manifest(tmp_path / "new").tensors
+    if "ep" in mesh:
+        experts = tensors["model.model.layers.0.mlp.experts.gate_up_proj"]
+        assert {chunk.box.sizes[0] for chunk in experts.chunks} <= {1, 2}, "two axes cut 5 experts"
+    else:
+        down = tensors["model.model.layers.0.self_attn.o_proj.weight"]
+        assert all(chunk.box.sizes[1] < down.shape[1] for chunk in down.chunks), "rowwise cuts columns"
+
+
 @pytest.mark.parametrize("name", ["tiny", "sharded"])
 def test_digests_stay_and_provenance_names_the_new_mesh(kinds: Path, tmp_path: Path, name: str) -> None:
     mesh = Mesh.parse("dp_replicate=2,dp_shard=3")
