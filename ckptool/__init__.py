@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptool.core.order import unit_index as unit_index
+    from ckptool.core.data_source import DataSource as DataSource
     from ckptool.core.position import DataPosition as DataPosition
     from ckptool.core.position import rank_units as rank_units
     from ckptool.core.provenance import Naming as Naming
@@ -48,7 +48,7 @@ _HOMES = {
     "UsageError": "ckptool.errors",
     "DataPosition": "ckptool.core.position",
     "rank_units": "ckptool.core.position",
-    "unit_index": "ckptool.core.order",
+    "DataSource": "ckptool.core.data_source",
     "Naming": "ckptool.core.provenance",
     "Provenance": "ckptool.core.provenance",
     "open_checkpoint": "ckptool.formats.dcp_metadata:read_manifest",
@@ -69,6 +69,7 @@ __all__ = [
     "CkptoolError",
     "DamagedError",
     "DataPosition",
+    "DataSource",
     "MismatchError",
     "Naming",
     "NotFoundError",
@@ -89,7 +90,6 @@ __all__ = [
     "read_config",
     "resolve",
     "save",
-    "unit_index",
     "verify",
 ]
 

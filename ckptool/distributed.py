@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -142,7 +141,7 @@ def _write_sidecars(
         folder.mkdir()
     write_json(folder / PROVENANCE_FILE, provenance.to_json())
     if position is not None:
-        record = dataclasses.asdict(position) if isinstance(position, DataPosition) else dict(position)
+        record = position.to_dict() if isinstance(position, DataPosition) else dict(position)
         write_json(folder / POSITION_FILE, record)
     if side_folder is not None:
         if not side_folder.is_dir():

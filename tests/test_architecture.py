@@ -144,6 +144,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "CkptoolError",
         "DamagedError",
         "DataPosition",
+        "DataSource",
         "MismatchError",
         "Naming",
         "NotFoundError",
@@ -164,7 +165,6 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "read_config",
         "resolve",
         "save",
-        "unit_index",
         "verify",
     ]
     assert all(getattr(ckptool, name) is not None for name in ckptool.__all__)

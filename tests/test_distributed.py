@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptool
+from ckptool.core.data_source import DataSource
 from ckptool.core.position import DataPosition
 from ckptool.errors import CkptoolError, DistributedError, MismatchError, TargetExistsError, UnsafeError
 from tests.spawn import run_ranks
@@ -76,7 +77,7 @@ def save_on_ranks(rank: int, root: Path, world_size: int) -> dict[str, Any]:
         provenance=provenance,
         ties={"model.head": "model.rows6"},
         side_folder=root / "side",
-        position=DataPosition(num_units=10, seq_len=4, seed=0, global_batch_size=2, consumed=14),
+        position=DataPosition.begin([DataSource("a", 10)], seq_len=4, seed=0, global_batch_size=2).advance(7),
     )
     outcome: dict[str, Any] = {"again": error_of(lambda: ckptool.save(state, target, provenance=provenance))}
     outcome["per rank"] = error_of(

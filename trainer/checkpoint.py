@@ -152,11 +152,13 @@ def resume(state: TrainingState, origin: Origin, log: Log) -> None:
     """
     stored = state.state_dict()
     ckptool.load(stored, origin.path)
-    state.position = state.position.at(DataPosition.from_json(stored["data"]["record"], f"{origin.path}: data.record"))
-    if state.position.cursor() != stored["data"]["cursor"].tolist():
+    step = int(stored["step"])
+    record = DataPosition.from_json(stored["data"]["record"], f"{origin.path}: data.record", num_steps=step)
+    if record.cursor() != stored["data"]["cursor"].tolist():
         raise DamagedError(f"{origin.path}: data.cursor and data.record disagree")
     restore_groups(state.optimizer, state.parameters(), stored["optim"]["param_groups"], log.say)
-    state.step = int(stored["step"])
+    state.position = state.position.at(record)
+    state.step = step
 
 
 def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks, log: Log) -> float:

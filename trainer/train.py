@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from ckptool import CkptoolError, DataPosition
+from ckptool import CkptoolError, DataPosition, DataSource
 from trainer import checkpoint, parallel
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig
@@ -46,12 +46,9 @@ def train(config: TrainConfig) -> None:
             lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.root, log.say)
         )
         units = open_units(corpus, config.unit, config.seq_len)
-        position = DataPosition(
-            num_units=units.num_units,
-            seq_len=config.seq_len,
-            seed=config.seed,
-            global_batch_size=config.global_batch_size,
-            fingerprint=corpus.fingerprint,
+        source = DataSource(corpus.name, units.num_units, corpus.fingerprint, units.kind)
+        position = DataPosition.begin(
+            (source,), seq_len=config.seq_len, seed=config.seed, global_batch_size=config.global_batch_size
         )
         state = build_state(config, ranks, origin, position)
         if origin.is_resume:
@@ -110,7 +107,7 @@ def run_steps(config: TrainConfig, ranks: Ranks, origin: Origin, state: Training
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.step += 1
-        state.position = state.position.advance(config.global_batch_size)
+        state.position = state.position.advance()
 
         mean_loss = ranks.sum(loss)
         step_seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""DataSource: one set of training data as the order of units sees it - how many units there are, and which data it is."""
+"""DataSource: a set of training data as the order of units sees it: how many units, and which data."""
 
 from __future__ import annotations
 

@@ -1,68 +1,87 @@
-"""The order in which units are trained: for each epoch a keyed permutation of `range(num_units)`.
+"""The order in which a source's units are trained: for each epoch a keyed permutation of `range(num_units)`.
 
-A pure function of (seed, epoch, num_units, i). Nothing here may change without a new ORDER_VERSION: checkpoints record
-the version, and golden vectors in the tests hold the values. `docs/spec/data-position.md` is the format's text.
+A pure function that needs no memory beyond one epoch of a small source. Nothing here may change without a new
+ORDER_VERSION: checkpoints record the version, and golden vectors in the tests hold the values.
+`docs/spec/data-position.md` is the format's text.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import math
 from array import array
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
+from hashlib import shake_256
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 
 #: Up to this size an epoch's permutation is sorted once and kept; above it, indices are computed one by one.
 MAX_SORTED_UNITS = 65536
 
 NUM_ROUNDS = 8
-_PERSON = b"ckptool-order-1"
+_MASK = (1 << 64) - 1
 
 
-def unit_index(seed: int, epoch: int, num_units: int, i: int) -> int:
-    """Which unit of `range(num_units)` comes at place `i` of an epoch. A bijection of `range(num_units)` in `i`.
+def unit_indices(seed: int, source: str, epoch: int, num_units: int, places: Iterable[int]) -> list[int]:
+    """Which units of `range(num_units)` come at these places of an epoch of `source`: a bijection, place by place.
 
-    Raises IndexError when `i` is not in `range(num_units)`.
+    Raises IndexError when a place is not in `range(num_units)`.
     """
-    if not 0 <= i < num_units:
-        raise IndexError(f"place {i} is outside an epoch of {num_units} units")
+    places = list(places)
+    if places and not 0 <= min(places) <= max(places) < num_units:
+        raise IndexError(f"a place is outside an epoch of {num_units} units")
     if num_units <= MAX_SORTED_UNITS:
-        return _sorted_permutation(seed, epoch, num_units)[i]
-    return _walk(_key(seed, epoch, num_units), num_units, i)
+        permutation = _sorted_permutation(seed, source, epoch, num_units)
+        return [permutation[place] for place in places]
+    return _walk(_round_keys(seed, source, epoch, num_units), num_units, places)
 
 
-def _key(seed: int, epoch: int, num_units: int) -> bytes:
-    text = f"seed={seed} epoch={epoch} num_units={num_units}"
-    return blake2b(text.encode("ascii"), digest_size=32, person=_PERSON).digest()
+def keyed_words(text: str, num_words: int, word_bytes: int = 8) -> list[int]:
+    """SHAKE-256 of an ASCII text, as big-endian unsigned words."""
+    raw = shake_256(text.encode("ascii")).digest(num_words * word_bytes)
+    return [int.from_bytes(raw[i : i + word_bytes], "big") for i in range(0, len(raw), word_bytes)]
 
 
-def _hash(key: bytes, tag: int, value: int) -> int:
-    data = bytes([tag]) + value.to_bytes(8, "big")
-    return int.from_bytes(blake2b(data, digest_size=8, key=key, person=_PERSON).digest(), "big")
+def _key(seed: int, source: str, epoch: int, num_units: int) -> str:
+    # As JSON the name is ASCII and ends where it ends, whatever is in it.
+    return f"ckptool-order-2 seed={seed} source={json.dumps(source)} epoch={epoch} num_units={num_units}"
 
 
-@functools.lru_cache(maxsize=4)
-def _sorted_permutation(seed: int, epoch: int, num_units: int) -> array[int]:
-    """Units sorted by their keyed hash; a tie of hashes is broken by the unit itself."""
-    key = _key(seed, epoch, num_units)
-    return array("L", sorted(range(num_units), key=lambda unit: (_hash(key, 255, unit), unit)))
+@functools.lru_cache(maxsize=64)
+def _sorted_permutation(seed: int, source: str, epoch: int, num_units: int) -> array[int]:
+    """Units sorted by a keyed random word each; a tie is broken by the unit itself."""
+    words = keyed_words(_key(seed, source, epoch, num_units), num_units)
+    return array("I", sorted(range(num_units), key=words.__getitem__))
 
 
-def _walk(key: bytes, num_units: int, i: int) -> int:
-    """Permute the smallest even-bit domain that holds `num_units`; values outside are permuted again until inside.
+@functools.lru_cache(maxsize=1024)
+def _round_keys(seed: int, source: str, epoch: int, num_units: int) -> list[tuple[int, int, int, int]]:
+    """For each pair of rounds an addend and an odd multiplier, twice."""
+    words = keyed_words(_key(seed, source, epoch, num_units), 2 * NUM_ROUNDS)
+    return [(words[i], words[i + 1] | 1, words[i + 2], words[i + 3] | 1) for i in range(0, len(words), 4)]
 
-    The domain is at most four times `num_units`, so that this takes four rounds of the network at worst on average.
+
+def _walk(keys: list[tuple[int, int, int, int]], num_units: int, places: Sequence[int]) -> list[int]:
+    """A Feistel network over pairs (left, right) of `range(height) x range(width)`, the tightest near-square that holds
+    `num_units`; the few values outside are permuted again until they are inside.
+
+    Halves that are added modulo height and width, instead of combined bit by bit, are Black and Rogaway's, "Ciphers
+    with Arbitrary Finite Domains" (CT-RSA 2002), section 5.
     """
-    half_bits = ((num_units - 1).bit_length() + 1) // 2
-    while True:
-        i = _feistel(key, half_bits, i)
-        if i < num_units:
-            return i
-
-
-def _feistel(key: bytes, half_bits: int, value: int) -> int:
-    mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & mask
-    for round_number in range(NUM_ROUNDS):
-        left, right = right, left ^ (_hash(key, round_number, right) & mask)
-    return left << half_bits | right
+    height = math.isqrt(num_units - 1) + 1
+    width = -(-num_units // height)
+    indices = []
+    for value in places:
+        while True:
+            left, right = divmod(value, width)
+            for addend, factor, next_addend, next_factor in keys:
+                mixed = (right + addend) * factor & _MASK
+                left = (left + (mixed ^ mixed >> 32)) % height
+                mixed = (left + next_addend) * next_factor & _MASK
+                right = (right + (mixed ^ mixed >> 32)) % width
+            value = left * width + right
+            if value < num_units:
+                break
+        indices.append(value)
+    return indices

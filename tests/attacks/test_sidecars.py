@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckptool.cli.main import run
+from ckptool.core.data_source import DataSource
 from ckptool.core.position import DataPosition
 from ckptool.errors import CkptoolError, DamagedError
 from ckptool.runs import list_checkpoints
@@ -75,13 +76,16 @@ def test_wrong_types_in_a_provenance_stop_an_export_or_change_nothing(
 
 
 def test_a_data_position_of_wrong_types() -> None:
-    good = DataPosition(num_units=5, seq_len=4, seed=0, global_batch_size=2, fingerprint={"a": "b"})
-    for what, changed in all_wrong(json.loads(good.to_json())):
+    source = DataSource("a", 5, {"a": "b"})
+    good = DataPosition.begin([source], seq_len=4, seed=0, global_batch_size=2).advance()
+    version_1 = {"num_units": 5, "seq_len": 4, "seed": 0, "global_batch_size": 2, "fingerprint": {"a": "b"}}
+    version_1 |= {"consumed": 4, "order_version": 1}
+    for what, changed in all_wrong(json.loads(good.to_json())) + all_wrong(version_1):
         try:
             position = DataPosition.from_json(json.dumps(changed), "x")
         except DamagedError:
             continue
-        assert position.consumed >= 0 and position.num_units > 0, what
+        assert position.consumed >= 0 and position.unit(position.consumed).index >= 0, what
         position.cursor()
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import ckptool
 from ckptool.core.box import Box, exact_cover_fault
+from ckptool.core.data_source import DataSource
 from ckptool.core.position import DataPosition
 from ckptool.core.provenance import Naming, Provenance
 from ckptool.core.tensors import Locator
@@ -128,7 +129,7 @@ def check_digests(folder: Path, raw: bytes) -> None:
 
 def check_position(folder: Path, raw: bytes) -> None:
     position = DataPosition.from_json(raw.decode("utf-8", "replace"), "x")
-    assert position.consumed >= 0 and position.num_units > 0
+    assert position.consumed >= 0
     position.unit(position.consumed)
     assert DataPosition.from_json(position.to_json(), "x") == position
 
@@ -152,7 +153,12 @@ NAMING = Naming("t", "L", ("x",), "5")
 CREATED = "2026-01-01T00:00:00+00:00"
 PROVENANCE = Provenance("0.1", CREATED, 5, 2, {"dp": 2}, {"repo": "a/b"}, NAMING, {"a": "b"}, ("a",))
 DIGESTS = Digests({"a": FileDigest(5, "00" * 32)}, {"w": TensorRecord("float32", (2, 3), TensorDigest((1, 2)))})
-POSITION = DataPosition(num_units=5, seq_len=4, seed=7, global_batch_size=2, fingerprint={"a": "b", "n": 3}, consumed=9)
+MIXTURE = [DataSource("a", 5, {"a": "b", "n": 3}), DataSource("b", 70, unit_kind="document")]
+POSITION = DataPosition.begin(MIXTURE, seq_len=4, seed=7, global_batch_size=2).advance(5).with_batch_size(3)
+POSITION_1 = (
+    b'{"consumed":9,"fingerprint":{"a":"b","n":3},"global_batch_size":2,"num_units":5,"order_version":1,"seed":7,'
+    b'"seq_len":4}'
+)
 HEADER = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"b":' + (
     b'{"dtype":"U8","shape":[],"data_offsets":[8,9]}}'
 )
@@ -175,7 +181,7 @@ PARSERS: dict[str, tuple[Check, list[bytes]]] = {
     "index": (check_index, [INDEX]),
     "provenance": (check_provenance, [json.dumps(PROVENANCE.to_json()).encode()]),
     "digests": (check_digests, [DIGESTS.to_bytes()]),
-    "position": (check_position, [POSITION.to_json().encode()]),
+    "position": (check_position, [POSITION.to_json().encode(), POSITION_1]),
     "position file": (check_data_position_file, [POSITION.to_json().encode()]),
     "metrics": (check_metrics, [METRICS]),
     "pins": (check_pins, [b'{"reason": "because", "created": "2026-01-01T00:00:00+00:00"}']),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ckptool import DataPosition, UsageError
+from ckptool import DataPosition, DataSource, UsageError
 from tests.trainer.tiny import make_tokenizer
 from trainer.corpus import open_corpus
 from trainer.data import micro_batches
@@ -27,7 +27,7 @@ def test_windows_predict_the_next_token_and_cover_the_stream(corpus_of):
     corpus = corpus_of("0123456789abcdef")
     windows = Windows(corpus, seq_len=5)
     assert windows.num_units == 3
-    position = DataPosition(num_units=3, seq_len=5, seed=0, global_batch_size=3)
+    position = DataPosition.begin([DataSource("a", 3)], seq_len=5, seed=0, global_batch_size=3)
     [batch] = micro_batches(windows, position, rank=0, world_size=1, micro_batch_size=4)
     assert batch.units == (0, 1, 2)
     rows = {position.unit(g)[1]: row for g, row in zip(batch.units, batch.inputs.tolist(), strict=True)}
@@ -38,7 +38,8 @@ def test_windows_predict_the_next_token_and_cover_the_stream(corpus_of):
 
 def test_every_rank_runs_equally_many_micro_batches(corpus_of):
     windows = Windows(corpus_of("x" * 100), seq_len=5)
-    position = DataPosition(windows.num_units, 5, seed=0, global_batch_size=7, consumed=4)
+    source = DataSource("a", windows.num_units)
+    position = DataPosition.begin([source], seq_len=5, seed=0, global_batch_size=4).advance().with_batch_size(7)
     ranks = [list(micro_batches(windows, position, rank, 3, micro_batch_size=1)) for rank in range(3)]
     assert [[batch.units for batch in batches] for batches in ranks] == [
         [(4,), (7,), (10,)],

@@ -5,7 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from ckptool import DataPosition, NotFoundError, UnsupportedError
+from ckptool import DataPosition, DataSource, NotFoundError, UnsupportedError
 from tests.trainer.tiny import run, tiny_config
 from trainer import checkpoint, parallel
 from trainer.data import micro_batches, open_units, prepare
@@ -100,7 +100,8 @@ def test_a_step_equals_plain_pytorch_on_the_same_windows(root):
     model.load_state_dict(weights["model"])
     corpus = prepare(config.data, config.unit, config.seq_len, hf, root, print)
     windows = open_units(corpus, config.unit, config.seq_len)
-    position = DataPosition(windows.num_units, config.seq_len, seed=0, global_batch_size=3)
+    source = DataSource(corpus.name, windows.num_units)
+    position = DataPosition.begin([source], seq_len=config.seq_len, seed=0, global_batch_size=3)
     [batch] = micro_batches(windows, position, rank=0, world_size=1, micro_batch_size=3)
     loss = torch.nn.functional.cross_entropy(model(batch.inputs).logits.flatten(0, 1), batch.labels.flatten())
     loss.backward()

@@ -53,7 +53,8 @@ def test_saving_never_changes_training(finished, root):
 def test_a_save_before_the_first_step_leaves_the_optimizer_untouched(root):
     config = tiny_config(root)
     origin = checkpoint.find_origin(config)
-    position = ckptool.DataPosition(num_units=10, seq_len=16, seed=0, global_batch_size=6)
+    source = ckptool.DataSource("files", 10)
+    position = ckptool.DataPosition.begin([source], seq_len=16, seed=0, global_batch_size=6)
     log = Log(root, rank=0)
     with parallel.joined_ranks("cpu") as ranks:
         state = build_state(config, ranks, origin, position)
@@ -94,7 +95,7 @@ def test_stock_dcp_load_reads_a_training_checkpoint(finished):
     assert template["optim"]["state"][name]["exp_avg"].any()
     assert template["optim"]["state"][name]["step"] == 10
     assert template["step"] == 10
-    assert template["data"]["cursor"].tolist() == [60, 1, 0, 0, 0, 0, 0, 0]
+    assert template["data"]["cursor"].tolist() == [60, 2, 0, 0, 0, 0, 0, 0]
     record = json.loads((finished / "step-10" / "data_position.json").read_text())
     assert json.loads(template["data"]["record"]) == record
 
@@ -165,7 +166,7 @@ def test_another_order_or_window_is_refused(halfway, change, difference):
 
 def test_changed_data_is_refused(halfway):
     (halfway / "text" / "07.txt").write_text("something else entirely")
-    with pytest.raises(MismatchError, match=r"source\.files \w+ -> \w+; source\.num_bytes \d+ -> \d+"):
+    with pytest.raises(MismatchError, match=r"files\.files \w+ -> \w+; files\.num_bytes \d+ -> \d+"):
         run(halfway, steps=10)
 
 
