@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.core.tensors import MAX_DIMS, Locator
 from ckptool.errors import DamagedError, UnsupportedError
-from ckptool.formats.dcp_stubs import Dims, Ignored
+from ckptool.formats.dcp_stubs import DIMS, Ignored
 from ckptool.storage import safe_pickle
 from ckptool.storage.files import RangeReader
 from ckptool.storage.safe_pickle import FrozenType
@@ -118,7 +118,7 @@ _GLOBALS: safe_pickle.Globals = {
     **{("torch", storage): dtype for storage, dtype in _STORAGE_DTYPES.items()},
     **{("torch", dtype): dtype for dtype in ITEMSIZE_BYTES},
     ("torch.storage", "UntypedStorage"): "",
-    ("torch", "Size"): Dims,
+    ("torch", "Size"): DIMS,
     ("collections", "OrderedDict"): Ignored,
 }
 

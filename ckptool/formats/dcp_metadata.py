@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,15 @@ from ckptool.storage import safe_pickle
 from ckptool.storage.digests_file import is_ours
 from ckptool.storage.files import os_errors, read_json, safe_join
 from ckptool.storage.pickle_scan import MAX_PICKLE_BYTES
-from ckptool.storage.safe_pickle import describe
+from ckptool.storage.safe_pickle import describe, pairs
 from ckptool.storage.seal import unseal
 
 METADATA_FILE = ".metadata"
 PROVENANCE_FILE = "ckptool.json"
 MODEL_PREFIX = "model."
 
-#: By fqn and by the chunk's offsets as text: a tuple of integers can be chosen to have any hash, a string can't.
-_Locators = dict[tuple[str, str], Locator]
+#: The offsets of a stored chunk, not yet looked at (None for an object), and where its bytes lie.
+_Place = tuple[Any, Locator]
 
 
 def read_manifest(path: Path | str) -> Manifest:
@@ -52,8 +54,7 @@ def parse_manifest(folder: Path, provenance: Provenance | None) -> Manifest:
     location = str(folder / METADATA_FILE)
     raw, sealed = unseal(_read_metadata_file(folder), location)
     with _no_garbage_collection():
-        metadata = safe_pickle.load(raw, stubs.METADATA_GLOBALS, location)
-        manifest = _to_manifest(metadata, folder, provenance)
+        manifest = _to_manifest(safe_pickle.load_flat(raw, stubs.METADATA_GLOBALS, location), folder, provenance)
     if is_ours(manifest.save_id) and not sealed:
         raise DamagedError(f"{location} was changed or cut short since it was written: its own checksum is gone")
     return manifest
@@ -105,23 +106,31 @@ def _read_metadata_file(folder: Path) -> bytes:
 
 def _to_manifest(metadata: Any, folder: Path, provenance: Provenance | None) -> Manifest:
     location = str(folder / METADATA_FILE)
-    entries = getattr(metadata, "state_dict_metadata", None)
-    if not isinstance(metadata, stubs.Metadata) or not isinstance(entries, dict):
+    try:
+        return _read_records(metadata, folder, provenance, location)
+    except ValueError as error:
+        raise DamagedError(f"{location}: a damaged record: {error}") from error
+
+
+def _read_records(metadata: Any, folder: Path, provenance: Provenance | None, location: str) -> Manifest:
+    if type(metadata) is not stubs.Metadata or type(metadata.state_dict_metadata) is not list:
         raise DamagedError(f"{location} does not hold checkpoint metadata")
-    locators, files = _read_locators(metadata, folder, location)
+    places, files = _read_places(metadata.storage_data, folder, location)
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
-    for fqn, entry in entries.items():
-        if not isinstance(fqn, str):
+    for fqn, entry in pairs(metadata.state_dict_metadata):
+        if type(fqn) is not str:
             raise DamagedError(f"{location}: an entry's name is not a string")
-        if isinstance(entry, stubs.BytesStorageMetadata):
-            objects[fqn] = ObjectEntry(fqn, _take(locators, fqn, None, location))
-        elif isinstance(entry, stubs.TensorStorageMetadata):
-            tensors[fqn] = _read_tensor(fqn, entry, locators, location)
+        if fqn in tensors or fqn in objects:
+            raise DamagedError(f"{location}: two entries of the name {fqn}")
+        if type(entry) is stubs.BytesStorageMetadata:
+            objects[fqn] = ObjectEntry(fqn, _object_place(fqn, places.pop(fqn, []), location))
+        elif type(entry) is stubs.TensorStorageMetadata:
+            tensors[fqn] = _read_tensor(fqn, entry, places.pop(fqn, []), location)
         else:
             raise DamagedError(f"{location}: {fqn} is neither a tensor nor an object")
-    if locators:
-        raise DamagedError(f"{location}: stored bytes for {next(iter(locators))[0]}, which is not among the entries")
+    if places:
+        raise DamagedError(f"{location}: stored bytes for {next(iter(places))}, which is not among the entries")
     return Manifest(
         location=str(folder),
         tensors=tensors,
@@ -130,102 +139,120 @@ def _to_manifest(metadata: Any, folder: Path, provenance: Provenance | None) -> 
         ties=_find_ties(tensors, provenance),
         files=files,
         provenance=provenance,
-        save_id=_read_save_id(metadata),
+        save_id=_read_save_id(metadata.storage_meta),
     )
 
 
-def _read_save_id(metadata: stubs.Metadata) -> str:
-    save_id = getattr(metadata.storage_meta, "save_id", None)
+def _read_save_id(storage_meta: Any) -> str:
+    save_id = storage_meta.save_id if type(storage_meta) is stubs.StorageMeta else None
     return save_id if isinstance(save_id, str) else ""
 
 
-def _read_locators(metadata: stubs.Metadata, folder: Path, location: str) -> tuple[_Locators, dict[str, int]]:
-    """(fqn, chunk offsets) -> where the bytes lie, and the sizes in bytes of the files that exist."""
-    storage_data = getattr(metadata, "storage_data", None)
-    if not isinstance(storage_data, dict):
+def _read_places(storage_data: Any, folder: Path, location: str) -> tuple[dict[str, list[_Place]], dict[str, int]]:
+    """By fqn, where its bytes lie; and the sizes in bytes of the files that exist."""
+    if type(storage_data) is not list:
         raise DamagedError(f"{location} does not say where its bytes are")
-    locators: _Locators = {}
+    places: dict[str, list[_Place]] = defaultdict(list)
     files: dict[str, int] = {}
-    for index, info in storage_data.items():
-        if not isinstance(index, stubs.MetadataIndex) or not isinstance(info, stubs.StorageInfo):
+    for index, info in pairs(storage_data):
+        if type(index) is not stubs.MetadataIndex or type(info) is not stubs.StorageInfo:
             raise DamagedError(f"{location}: damaged storage record {describe(index)}")
-        try:
-            fqn, offsets = index.fqn, index.offset
-            locator = Locator(info.relative_path, info.offset, info.length)
-        except AttributeError as error:
-            raise DamagedError(f"{location}: a storage record lacks a field: {error}") from error
-        if not (type(fqn) is str and (offsets is None or _is_shape(offsets)) and _is_locator(locator)):
+        fqn, file, offset, length = index.fqn, info.relative_path, info.offset, info.length
+        if not (type(fqn) is type(file) is str and type(offset) is type(length) is int):
             raise DamagedError(f"{location}: damaged storage record of {describe(fqn)}")
         if info.transform_descriptors:
             transform = describe(info.transform_descriptors)
             raise UnsupportedError(f"{location}: {fqn} is stored transformed by {transform}")
-        if locator.file not in files:
-            file = safe_join(folder, locator.file)
-            files[locator.file] = file.stat().st_size if file.is_file() else -1
-        if (fqn, str(offsets)) in locators:
-            raise DamagedError(f"{location}: two places for the same chunk of {fqn}")
-        locators[fqn, str(offsets)] = locator
-    return locators, {name: size for name, size in files.items() if size >= 0}
+        if file not in files:
+            path = safe_join(folder, file)
+            files[file] = path.stat().st_size if path.is_file() else -1
+        places[fqn].append((index.offset, Locator(file, offset, length)))
+    return places, {name: size for name, size in files.items() if size >= 0}
 
 
-def _read_tensor(fqn: str, entry: stubs.TensorStorageMetadata, locators: _Locators, location: str) -> TensorEntry:
-    try:
-        dtype, shape, stored = entry.properties.dtype, entry.size, entry.chunks
-        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in stored]
-    except (AttributeError, TypeError) as error:
-        raise DamagedError(f"{location}: tensor {fqn}: {error}") from error
-    if not isinstance(dtype, str) or dtype not in ITEMSIZE_BYTES:
-        dtype_name = dtype if isinstance(dtype, str) else describe(dtype)
-        raise UnsupportedError(f"{location}: tensor {fqn} has the unknown dtype {dtype_name}")
-    if not _is_shape(shape) or not all(_is_shape(box.offsets) and _is_shape(box.sizes) for box in boxes):
+def _object_place(fqn: str, stored: list[_Place], location: str) -> Locator:
+    if len(stored) != 1 or stored[0][0] is not None:
+        raise DamagedError(f"{location}: it does not say where {fqn} is stored")
+    return stored[0][1]
+
+
+def _read_tensor(fqn: str, entry: stubs.TensorStorageMetadata, stored: list[_Place], location: str) -> TensorEntry:
+    properties, shape, records = entry.properties, entry.size, entry.chunks
+    dtype = properties.dtype if type(properties) is stubs.TensorProperties else ""
+    if not dtype or type(records) is not list or not set(map(type, records)) <= {stubs.ChunkStorageMetadata}:
+        raise DamagedError(f"{location}: tensor {fqn} lacks its dtype or its chunks")
+    if dtype not in ITEMSIZE_BYTES:
+        raise UnsupportedError(f"{location}: tensor {fqn} has the unknown dtype {dtype}")
+    boxes = [Box(record.offsets, record.sizes) for record in records]
+    if not _are_shapes([shape]) or not _are_shapes(corner for box in boxes for corner in (box.offsets, box.sizes)):
         raise DamagedError(f"{location}: tensor {fqn} has an impossible shape")
     if not is_possible_shape(shape):
         raise DamagedError(f"{location}: tensor {fqn} has an impossible shape: {list(shape)}")
-    filled = {str(box.offsets): _take(locators, fqn, box.offsets, location) for box in boxes if box.num_elements}
+    return TensorEntry(fqn, dtype, shape, _join(fqn, boxes, stored, location))
+
+
+def _join(fqn: str, boxes: list[Box], stored: list[_Place], location: str) -> tuple[Chunk, ...]:
+    """Each chunk with its place. Usually both come in one order."""
+    if all(box.num_elements for box in boxes) and [place[0] for place in stored] == [box.offsets for box in boxes]:
+        return tuple([Chunk(box, place[1]) for box, place in zip(boxes, stored, strict=True)])
+    if not _are_shapes(offsets for offsets, _ in stored):
+        raise DamagedError(f"{location}: damaged storage record of {fqn!r}")
+    # Keyed by text: a tuple of integers can be chosen to have any hash, a string can't.
+    locators = {str(offsets): locator for offsets, locator in stored}
+    if len(locators) != len(stored):
+        raise DamagedError(f"{location}: two places for the same chunk of {fqn}")
     # Ranks without rows leave empty chunks, which may share their offsets with each other or with a filled one.
+    filled: dict[str, Locator] = {}
+    for box in boxes:
+        if box.num_elements:
+            key = str(box.offsets)
+            if key not in locators:
+                raise DamagedError(
+                    f"{location}: it does not say where the chunk at {list(box.offsets)} of {fqn} is stored"
+                )
+            filled[key] = locators.pop(key)
     chunks = [
-        Chunk(box, filled[str(box.offsets)] if box.num_elements else locators.pop((fqn, str(box.offsets)), None))
+        Chunk(box, filled[str(box.offsets)] if box.num_elements else locators.pop(str(box.offsets), None))
         for box in boxes
     ]
-    return TensorEntry(fqn, dtype, shape, tuple(chunks))
+    if locators:
+        raise DamagedError(f"{location}: stored bytes for {fqn} at {next(iter(locators))}, where it has no chunk")
+    return tuple(chunks)
 
 
-def _is_shape(dims: Any) -> bool:
-    if type(dims) is not tuple or len(dims) > MAX_DIMS:
+def _are_shapes(shapes: Iterable[Any]) -> bool:
+    """True for tuples of integers from 0 up to what 64 bits hold, at most MAX_DIMS of them."""
+    shapes = list(shapes)
+    if not set(map(type, shapes)) <= {tuple} or max(map(len, shapes), default=0) > MAX_DIMS:
         return False
-    return not dims or (set(map(type, dims)) == {int} and min(dims) >= 0 and max(dims) < 1 << 63)
-
-
-def _is_locator(locator: Locator) -> bool:
-    return type(locator.file) is str and type(locator.offset) is type(locator.length) is int
-
-
-def _take(locators: _Locators, fqn: str, offsets: tuple[int, ...] | None, location: str) -> Locator:
-    locator = locators.pop((fqn, str(offsets)), None)
-    if locator is None:
-        place = "" if offsets is None else f" the chunk at {list(offsets)} of"
-        raise DamagedError(f"{location}: it does not say where{place} {fqn} is stored")
-    return locator
+    numbers = itertools.chain.from_iterable
+    return set(map(type, numbers(shapes))) <= {int} and all(
+        0 <= extreme < 1 << 63 for extreme in (min(numbers(shapes), default=0), max(numbers(shapes), default=0))
+    )
 
 
 def _read_paths(planner_data: Any, location: str) -> dict[str, tuple[str | int, ...]]:
     if planner_data is None:
         return {}
-    if not isinstance(planner_data, dict) or not all(
-        isinstance(fqn, str) and isinstance(path, tuple) and all(isinstance(key, str | int) for key in path)
-        for fqn, path in planner_data.items()
-    ):
-        raise DamagedError(f"{location}: damaged planner data")
-    return dict(planner_data)
+    paths = list(pairs(planner_data)) if type(planner_data) is list else [(None, None)]
+    for fqn, path in paths:
+        if type(fqn) is not str or type(path) is not tuple or not set(map(type, path)) <= {str, int, bool}:
+            raise DamagedError(f"{location}: damaged planner data")
+    return dict(paths)
 
 
 def _find_ties(tensors: Mapping[str, TensorEntry], provenance: Provenance | None) -> dict[str, str]:
     """alias -> canonical, for tensors whose chunks lie at the very same places."""
     aliases = {MODEL_PREFIX + name for name in provenance.ties} if provenance else set()
-    groups: dict[tuple, list[str]] = {}
+    # Whole entries are compared only where the first chunk lies at the same place.
+    same_start: dict[str, list[str]] = {}
     for fqn, entry in tensors.items():
         if entry.num_elements:
-            groups.setdefault((entry.dtype, entry.shape, entry.chunks), []).append(fqn)
+            same_start.setdefault(str(entry.chunks[0].locator), []).append(fqn)
+    groups: dict[tuple, list[str]] = {}
+    for fqn in itertools.chain.from_iterable(names for names in same_start.values() if len(names) > 1):
+        entry = tensors[fqn]
+        groups.setdefault((entry.dtype, entry.shape, entry.chunks), []).append(fqn)
     ties = {}
     for names in groups.values():
         canonical = next((name for name in names if name not in aliases), names[0])
@@ -239,8 +266,9 @@ def check_sizes(manifest: Manifest) -> None:
     Raises DamagedError.
     """
     for fqn, entry in manifest.tensors.items():
+        itemsize = entry.itemsize_bytes
         for chunk in entry.chunks:
-            num_bytes = chunk.box.num_elements * entry.itemsize_bytes
+            num_bytes = chunk.box.num_elements * itemsize
             if chunk.locator is not None and num_bytes > chunk.locator.length:
                 raise DamagedError(
                     f"{manifest.location}: a chunk of {fqn} needs {num_bytes} bytes, "
@@ -260,5 +288,9 @@ def _no_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:
+            # Moves all that is there to the oldest generation, instead of looking at each object three times.
+            gc.freeze()
+            gc.unfreeze()
         if enabled:
             gc.enable()

@@ -1,7 +1,8 @@
 """What may stand in a `.metadata` pickle, and the torch-free stand-ins it becomes.
 
 The classes are torch's (torch/distributed/checkpoint/metadata.py and filesystem.py), under every module name that torch
-since 2.0 has written them with. Stand-ins hold whatever the pickle sets on them; formats/dcp_metadata.py checks it.
+since 2.0 has written them with. They are for safe_pickle.load_flat, and hold whatever the pickle sets on them;
+formats/dcp_metadata.py checks it.
 """
 
 from __future__ import annotations
@@ -10,76 +11,100 @@ import pathlib
 from typing import Any
 
 from ckptool.core.dtypes import ITEMSIZE_BYTES
-from ckptool.core.tensors import MAX_DIMS
 from ckptool.errors import UnsafeError
-from ckptool.storage.safe_pickle import FrozenType, Globals, KeyCheckedDict
+from ckptool.storage.safe_pickle import FrozenType, Globals, pairs
 
-_INTEGERS = frozenset([int])
+_MAX_FIELDS = 64
+
+# What the three most frequent records are written with.
+_INDEX_FIELDS = ["fqn", "index", "offset"]
+_CHUNK_FIELDS = ["offsets", "sizes"]
+_PLACE_FIELDS = ["relative_path", "offset", "length"]
 _MAX_PATH_PARTS = 256
 _MAX_PATH_LENGTH = 4096
 
 
 class Record(metaclass=FrozenType):
-    """Base of the stand-ins: made without arguments, filled by the pickle's attribute dict, compared by identity."""
+    """Base of the stand-ins: made without arguments; the fields that are read are slots, any of which may be absent."""
+
+    __slots__ = ()
 
     def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} is only made by unpickling")
 
-    def __new__(cls) -> Record:
-        return object.__new__(cls)
-
     def __setstate__(self, state: Any) -> None:
-        if not isinstance(state, dict):
-            raise TypeError(f"{type(self).__name__} has a {type(state).__name__} for its fields")
-        self.__dict__ = state  # not copied: a pickle can name one large dict very often
+        """Take the fields from a flat list (see safe_pickle.load_flat), and empty it: the unpickler keeps a million."""
+        if type(state) is not list or len(state) > 2 * _MAX_FIELDS:
+            raise TypeError(f"{type(self).__name__} has a {type(state).__name__} for its fields, or too many of them")
+        for name, value in pairs(state):
+            if type(name) is str and name in self.__slots__:
+                setattr(self, name, value)
+        state.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        """None for a field that is not there."""
+        if name not in self.__slots__:
+            raise AttributeError(name)
+        return None
 
 
 class Metadata(Record):
-    state_dict_metadata: Any
-    storage_data: Any
-    planner_data: Any = None
-    storage_meta: Any = None
+    __slots__ = ("planner_data", "state_dict_metadata", "storage_data", "storage_meta")
 
 
 class MetadataIndex(Record):
-    fqn: Any
-    offset: Any = None
+    __slots__ = ("fqn", "index", "offset")
+
+    def __setstate__(self, state: Any) -> None:
+        if state[::2] == _INDEX_FIELDS:
+            _, self.fqn, _, self.index, _, self.offset = state
+            state.clear()
+        else:
+            super().__setstate__(state)
 
 
 class TensorStorageMetadata(Record):
-    properties: Any
-    size: Any
-    chunks: Any
+    __slots__ = ("chunks", "properties", "size")
 
 
 class ChunkStorageMetadata(Record):
-    offsets: Any
-    sizes: Any
+    __slots__ = ("offsets", "sizes")
+
+    def __setstate__(self, state: Any) -> None:
+        if state[::2] == _CHUNK_FIELDS:
+            _, self.offsets, _, self.sizes = state
+            state.clear()
+        else:
+            super().__setstate__(state)
 
 
 class BytesStorageMetadata(Record):
-    pass
+    __slots__ = ()
 
 
 class StorageMeta(Record):
-    save_id: Any = None
+    __slots__ = ("save_id",)
 
 
 class StorageInfo(Record):
-    relative_path: Any
-    offset: Any
-    length: Any
-    transform_descriptors: Any = None
+    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+
+    def __setstate__(self, state: Any) -> None:
+        if state[::2] == _PLACE_FIELDS:
+            _, self.relative_path, _, self.offset, _, self.length = state
+            state.clear()
+        else:
+            super().__setstate__(state)
 
 
 class TensorProperties(Record):
     """Its state is the tuple that torch's TensorProperties.__getstate__ gives; only the dtype's name is kept."""
 
-    dtype: str
+    __slots__ = ("dtype",)
 
     def __setstate__(self, state: Any) -> None:
-        dtype = state[0] if isinstance(state, tuple) and state else None
-        if not isinstance(dtype, str):
+        dtype = state[0] if type(state) is tuple and state else None
+        if type(dtype) is not str:
             raise TypeError("tensor properties without a dtype")
         self.dtype = dtype
 
@@ -93,13 +118,9 @@ class Joined(metaclass=FrozenType):
         return str(pathlib.PurePosixPath(*(part for part in parts if isinstance(part, str))))
 
 
-class Dims(metaclass=FrozenType):
-    """torch.Size: calling it gives a tuple of integers."""
-
-    def __new__(cls, dims: Any = ()) -> Any:
-        if type(dims) not in (tuple, list) or len(dims) > MAX_DIMS or not _INTEGERS.issuperset(map(type, dims)):
-            raise TypeError("a torch.Size that is no list of integers")
-        return tuple(dims)
+#: torch.Size: a method of C, since there are two calls of it a chunk. The empty tuple and a tuple make that same tuple,
+#: without a copy; all else is refused. What is in the tuple is looked at by who reads it.
+DIMS = ().__add__
 
 
 class Ignored(metaclass=FrozenType):
@@ -118,10 +139,10 @@ class EnumMember(metaclass=FrozenType):
 
 
 class OrderedDict(metaclass=FrozenType):
-    """Calling it gives an empty dict, which the pickle then fills item by item."""
+    """Calling it gives an empty dict, as `load_flat` has it, which the pickle then fills."""
 
     def __new__(cls) -> Any:
-        return KeyCheckedDict()
+        return []
 
 
 class Rebuild(metaclass=FrozenType):
@@ -164,7 +185,7 @@ METADATA_GLOBALS: Globals = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     **{("torch", name): name for name in (*ITEMSIZE_BYTES, *_OTHER_DTYPES)},
-    ("torch", "Size"): Dims,
+    ("torch", "Size"): DIMS,
     ("torch.serialization", "_get_layout"): Ignored,
     **{
         (module, name): Joined

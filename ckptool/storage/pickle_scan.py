@@ -1,4 +1,4 @@
-"""Walking the opcodes of a stranger's pickle without running them, and making its dicts ours.
+"""Walking the opcodes of a stranger's pickle without running them, and making its dicts harmless.
 
 Opcodes: https://github.com/python/cpython/blob/main/Lib/pickletools.py
 """
@@ -6,6 +6,7 @@ Opcodes: https://github.com/python/cpython/blob/main/Lib/pickletools.py
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 
 from ckptool.errors import DamagedError, UnsafeError
 
@@ -14,23 +15,38 @@ MAX_PICKLE_BYTES = 1 << 30
 # The longest integer, and the longest line of a text-mode number: beyond any real one, short enough to cost nothing.
 _MAX_INTEGER_BYTES = 128
 
-# Opcodes of fixed length, and those that take lines of text: a run of them is skipped by one match, at C speed.
-# Left out on purpose: EXT1/2/4 (the process's extension registry), NEXT_BUFFER and READONLY_BUFFER (data from outside),
-# BYTEARRAY8 and the set opcodes (never in such data).
-_PLAIN_RUN = re.compile(
-    rb"(?:"
-    rb"[)012NRQ\]abelostu\x81\x85-\x89\x92\x93\x94]"  # no argument
-    rb"|\((?!d)"  # MARK, but for that of DICT
-    rb"|[Khq\x80]."  # BININT1, BINGET, BINPUT, PROTO
-    rb"|M.."  # BININT2
-    rb"|[Jj]...."  # BININT, LONG_BINGET
-    rb"|G........"  # BINFLOAT
-    rb"|[FILg][^\n]{0,300}+\n"  # FLOAT, INT, LONG, GET
-    rb"|[PSV][^\n]*+\n"  # PERSID, STRING, UNICODE
-    rb"|[ci][^\n]*+\n[^\n]*+\n"  # GLOBAL, INST
-    rb")*+",
+# Opcodes without an argument, but for those of dicts. Left out on purpose, and so refused: EXT1/2/4 (the process's
+# extension registry), NEXT_BUFFER and READONLY_BUFFER (data from outside), BYTEARRAY8 and sets (never in such data).
+_BARE = rb")012NRQ\]abelot\x81\x85-\x89\x92-\x94"
+
+
+def _opcode(bare: bytes, byte: bytes, in_line: bytes, lengths: range) -> bytes:
+    """A pattern: one opcode with its argument, and the argumentless ones of the class `bare` that follow it.
+
+    `byte` and `in_line` match what an argument may hold; SHORT_BINUNICODE is taken for these `lengths` only.
+    """
+    texts = b"|".join(re.escape(bytes([length])) + byte + b"{%d}" % length for length in lengths)
+    kinds = [
+        *(rb"h" + byte, rb"j" + byte * 4, rb"K" + byte),  # BINGET, LONG_BINGET, BININT1
+        rb"\((?!d)",  # MARK, but for that of DICT
+        *(rb"M" + byte * 2, rb"J" + byte * 4),  # BININT2, BININT
+        *([rb"\x8c(?:" + texts + b")"] if texts else []),  # SHORT_BINUNICODE
+        *(rb"[q\x80]" + byte, rb"G" + byte * 8),  # BINPUT, PROTO, BINFLOAT
+        rb"[FILg]" + in_line + rb"{0,300}+\n",  # FLOAT, INT, LONG, GET
+        rb"[PSV]" + in_line + rb"*+\n",  # PERSID, STRING, UNICODE
+        rb"[ci]" + in_line + rb"*+\n" + in_line + rb"*+\n",  # GLOBAL, INST
+    ]
+    follow = b"[" + bare + b"]"
+    return b"(?:" + b"|".join([follow + b"++", *(kind + follow + b"*+" for kind in kinds)]) + b")"
+
+
+# A run of opcodes is skipped by one match, at C speed. In a clean run no argument holds a byte that is EMPTY_DICT or
+# SETITEMS as an opcode, so that those can be replaced in the whole run at once. (Ranges: quicker than [^}u].)
+_CLEAN_RUN = re.compile(
+    _opcode(_BARE + b"}u", rb"[\x00-tv-|~-\xff]", rb"[\x00-\t\x0b-tv-|~-\xff]", range(ord("u"))) + b"*+",
     re.DOTALL,
 )
+_ONE_OPCODE = re.compile(_opcode(_BARE, rb".", rb"[^\n]", range(0)), re.DOTALL)
 _WITH_ARGUMENT = frozenset(b"Khq\x80MJjG\x95FILPSVgci")
 
 # Opcodes followed by a byte count, little-endian in so many bytes, then that many bytes.
@@ -47,56 +63,61 @@ _COUNT_BYTES = {
     ord("\x8e"): 8,  # BINBYTES8
 }
 _INTEGERS = frozenset(b"\x8a\x8b")
-_STOP, _PUT, _LONG_BINPUT, _FRAME, _EMPTY_DICT, _MARK = ord("."), ord("p"), ord("r"), ord("\x95"), ord("}"), ord("(")
-
-#: What stands for an empty dict in a rewritten pickle: NONE, BINPERSID.
-_OUR_DICT = b"NQ"
+_STOP, _PUT, _LONG_BINPUT, _FRAME, _MARK, _SETITEM = ord("."), ord("p"), ord("r"), ord("\x95"), ord("("), ord("s")
 _FRAME_BYTES = 9
 
+#: What is written in place of EMPTY_DICT, SETITEM and SETITEMS, so that the unpickler itself hashes no key.
+Dialect = Mapping[str, bytes]
+#: An empty dict is what `persistent_load(None)` gives (NONE, BINPERSID), and is asked to take each item.
+OUR_DICTS: Dialect = {"}": b"NQ", "s": b"s", "u": b"u"}
+#: A dict is a list of keys and values in turn (EMPTY_LIST, APPENDS); a lone item is a pair in it (TUPLE2, APPEND).
+FLAT_LISTS: Dialect = {"}": b"]", "s": b"\x86a", "u": b"e"}
 
-def with_our_dicts(raw: bytes, location: str) -> bytes:
-    """Check every opcode, and return the pickle with each empty dict made by `persistent_load(None)` instead.
 
-    A dict hashes its keys inside C code that nothing can interrupt; a dict of ours can look at them first.
+def rewrite_dicts(raw: bytes, location: str, dialect: Dialect) -> Iterator[bytes]:
+    """Check every opcode, and give the pickle, in parts, with its dicts made as `dialect` has it, and without frames.
+
+    A dict hashes its keys inside C code that nothing can interrupt, and a key can be built that takes forever.
     The unpickler also allocates what a length prefix or a memo index asks for before it looks whether the bytes are
     there, so both are held against the file's size. Raises DamagedError for a pickle that is cut short or asks for
     more than its size can justify, UnsafeError for opcodes that such data never needs.
     """
     if len(raw) > MAX_PICKLE_BYTES:
         raise DamagedError(f"{location}: a pickle of {len(raw)} bytes is beyond any real checkpoint's")
-    parts: list[bytes] = []
-    position = copied = 0
+    position = 0
     while True:
-        match = _PLAIN_RUN.match(raw, position)
-        position = match.end() if match else position
+        start, position = position, _end_of_match(_CLEAN_RUN, raw, position)
+        yield raw[start:position].replace(b"}", dialect["}"]).replace(b"u", dialect["u"])
         opcode = raw[position] if position < len(raw) else -1
-        if opcode == _EMPTY_DICT:
-            parts += (raw[copied:position], _OUR_DICT)
-            copied = position = position + 1
-        elif opcode == _MARK:  # the plain run stops at a MARK only when DICT follows
-            parts += (raw[copied:position], _OUR_DICT)
-            copied = position = position + 2
+        if opcode == _SETITEM:
+            yield dialect["s"]
+            position += 1
+        elif opcode == _MARK:  # runs stop at a MARK only when DICT follows
+            yield dialect["}"]
+            position += 2
         elif opcode == _FRAME and not _is_cut(raw, position):
-            parts.append(raw[copied:position])
-            copied = position = position + _FRAME_BYTES
+            position += _FRAME_BYTES
         elif opcode == _STOP:
-            parts.append(raw[copied : position + 1])
-            return _in_one_frame(b"".join(parts))
+            yield raw[position : position + 1]
+            return
         elif opcode < 0:
             raise DamagedError(f"{location}: the pickle ends at byte {position} without its STOP (cut short?)")
         else:
-            position = _after_sized(raw, position, opcode, location)
+            start, position = position, _end_of_match(_ONE_OPCODE, raw, position)
+            if position == start:
+                position = _after_sized(raw, position, opcode, location)
+            yield raw[start:position]
+
+
+def _end_of_match(pattern: re.Pattern[bytes], raw: bytes, position: int) -> int:
+    match = pattern.match(raw, position)
+    return match.end() if match else position
 
 
 def _is_cut(raw: bytes, position: int) -> bool:
     """True for a frame that reaches beyond the end."""
     start = position + _FRAME_BYTES
     return start + int.from_bytes(raw[position + 1 : start], "little") > len(raw)
-
-
-def _in_one_frame(body: bytes) -> bytes:
-    """Framed, so that the unpickler takes it in one read."""
-    return bytes([_FRAME]) + len(body).to_bytes(8, "little") + body
 
 
 def _after_sized(raw: bytes, position: int, opcode: int, location: str) -> int:

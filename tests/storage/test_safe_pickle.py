@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.errors import DamagedError, UnsafeError
-from ckptool.storage.safe_pickle import FrozenType, Globals, load
+from ckptool.storage.safe_pickle import FrozenType, Globals, check_plain, load, load_flat, pairs
 
 KNOWN: Globals = {("collections", "OrderedDict"): dict}
 
@@ -39,12 +39,40 @@ def test_plain_data_comes_back_in_every_protocol(value: Any, protocol: int) -> N
         assert load(raw, KNOWN, "x") == value
 
 
+@given(PLAIN, st.sampled_from([4, 5]))
+def test_dicts_as_flat_lists_hold_the_same(value: Any, protocol: int) -> None:
+    assert unflattened(load_flat(pickle.dumps(value, protocol), {}, "x"), value) == value
+
+
+def unflattened(loaded: Any, like: Any) -> Any:
+    """What `load_flat` gave, with dicts where `like` has them."""
+    if type(like) is dict:
+        return {key: unflattened(value, like[key]) for key, value in pairs(loaded)}
+    if type(like) in (list, tuple):
+        return type(like)(unflattened(*both) for both in zip(loaded, like, strict=True))
+    return loaded
+
+
+def test_a_dict_of_many_items_as_a_flat_list() -> None:
+    for num_items in (1000, 1001, 2500):  # the pickler writes a thousand at a time, and a lone rest otherwise
+        value = {f"{{ud}}{i}": i for i in range(num_items)}
+        for protocol in range(6):
+            assert dict(pairs(load_flat(pickle.dumps(value, protocol), {}, "x"))) == value
+
+
+@pytest.mark.parametrize("flat", [["a"], ["a", 1, "b"], [("a",)], [("a", 1, 2)]])
+def test_a_flat_list_that_is_no_dict(flat: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        list(pairs(flat))
+
+
 @given(PLAIN, st.integers(0, 5), st.data())
 def test_a_pickle_cut_anywhere_is_damaged(value: Any, protocol: int, data: st.DataObject) -> None:
     raw = pickle.dumps([value, "tail"], protocol)
     cut = data.draw(st.integers(0, len(raw) - 1))
-    with pytest.raises((DamagedError, UnsafeError)):
-        load(raw[:cut], KNOWN, "x")
+    for reader in (load, load_flat):
+        with pytest.raises((DamagedError, UnsafeError)):
+            reader(raw[:cut], KNOWN, "x")
 
 
 @given(st.binary(max_size=300))
@@ -88,8 +116,9 @@ def test_any_other_global_is_named_and_not_called(protocol: int, tmp_path: Any) 
     ],
 )
 def test_unsafe_opcodes(raw: bytes) -> None:
-    with pytest.raises(UnsafeError):
-        load(raw, KNOWN, "x")
+    for reader in (load, load_flat):
+        with pytest.raises(UnsafeError):
+            reader(raw, KNOWN, "x")
 
 
 @pytest.mark.parametrize(
@@ -113,8 +142,9 @@ def test_unsafe_opcodes(raw: bytes) -> None:
     ],
 )
 def test_malformed_pickles_are_damaged(raw: bytes) -> None:
-    with pytest.raises(DamagedError):
-        load(raw, KNOWN, "x")
+    for reader in (load, load_flat):
+        with pytest.raises(DamagedError):
+            reader(raw, KNOWN, "x")
 
 
 def test_deep_nesting_is_no_crash() -> None:
@@ -128,4 +158,8 @@ def test_classes_can_not_be_changed_by_build() -> None:
     raw = b"\x80\x02cm\nFrozen\n(N}X\x04\x00\x00\x00evilK\x01stb."
     with pytest.raises(DamagedError, match="may not be changed"):
         load(raw, known, "x")
+    with pytest.raises(DamagedError, match="not a dictionary"):
+        load_flat(raw, known, "x")
+    with pytest.raises(DamagedError, match="TypeError"):
+        check_plain(raw, "x")
     assert not hasattr(Frozen, "evil")

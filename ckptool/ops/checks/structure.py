@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def _shared_bytes(folder: Path, manifest: Manifest) -> Iterator[Finding]:
     """Different stored ranges that share bytes. Equal ranges are ties."""
     furthest: dict[str, tuple[int, str]] = {}
     places = data_locators(manifest)
-    for locator in sorted(places, key=lambda place: (place.file, place.offset, place.length)):
+    for locator in sorted(places, key=operator.attrgetter("file", "offset", "length")):
         if locator.length <= 0:
             continue
         end, other = furthest.get(locator.file, (0, ""))
