@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import time
 from dataclasses import dataclass, replace
@@ -83,29 +84,43 @@ def find_origin(config: TrainConfig) -> Origin:
     """Decide what the run goes on or begins from.
 
     Raises NotFoundError when there is nothing, DamagedError when the root's checkpoints are all incomplete,
-    TargetExistsError when a checkpoint is in the way of one this run will write.
+    TargetExistsError when the root has a later step than the run begins at: it could be in the way of any save, and
+    the next resume would take it for this run's.
     """
     origin = _resumed(config) or _initial(config)
     free_again = {name for name, _ in origin.passed_over}
-    taken = [f"step-{step}" for step in config.saves_from(origin.provenance.step if origin.is_resume else 0)]
-    taken = [name for name in taken if (config.root / name).exists() and name not in free_again]
+    first = origin.provenance.step if origin.is_resume else 0
+    taken = [path.name for path in config.root.glob("step-*") if _step_of(path) > first]
+    taken = sorted((name for name in taken if name not in free_again), key=lambda name: _step_of(Path(name)))
     if taken:
         raise TargetExistsError(
-            f"{config.root / taken[0]} exists, and this run would save there",
+            f"{config.root / taken[0]} exists, and this run begins at step {first}",
             hint="--resume auto goes on from the newest; or choose another --root",
         )
     return origin
 
 
+def _step_of(path: Path) -> int:
+    """N of a folder `step-N`; -1 for any other name."""
+    match = re.fullmatch(r"step-(\d+)", path.name)
+    return int(match[1]) if match else -1
+
+
 def _resumed(config: TrainConfig) -> Origin | None:
-    if config.resume == "never":
-        return None
-    if config.resume != "auto":
-        return _open(ckptool.resolve(config.resume, config.root), is_resume=True)
+    """The checkpoint to go on from. When torchrun has started the ranks again, that is the newest, as for `auto`: a run
+    begins only where no later step is, so what is there now is its own."""
+    asked = None
+    if config.resume not in ("auto", "never"):
+        asked = _open(ckptool.resolve(config.resume, config.root), is_resume=True)
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if not is_restart and config.resume != "auto":
+        return asked
     latest = ckptool.find_latest(config.root)
-    if latest is not None:
+    if latest is not None and (asked is None or _step_of(latest.path) > asked.provenance.step):
         return _open(latest.path, is_resume=True, passed_over=tuple(latest.passed_over))
-    broken = [s for s in ckptool.list_checkpoints(config.root) if re.fullmatch(r"step-\d+", s.name)]
+    if config.resume != "auto":
+        return asked
+    broken = [s for s in ckptool.list_checkpoints(config.root) if _step_of(s.path) >= 0]
     if broken:
         raise DamagedError(
             f"no checkpoint under {config.root} is complete: {'; '.join(f'{s.name}: {s.reason}' for s in broken[-3:])}",

@@ -72,6 +72,13 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 @_option("--grad-clip", "Largest gradient norm; 0 doesn't clip.", type=click.FloatRange(0), default=1.0)
 @_option("--save-every", "Steps between checkpoints; 0 saves at the end only.", type=click.IntRange(0), default=500)
 @_option(
+    "--save-every-minutes",
+    "Minutes after a checkpoint at which the next is saved, at the end of the step; 0 is no such rule. For machines "
+    "that may vanish: it bounds what a crash costs.",
+    type=click.FloatRange(0),
+    default=0,
+)
+@_option(
     "--keep-last",
     "After each save remove older checkpoints of the run, but for the newest K and pinned ones; 0 keeps all.",
     type=click.IntRange(0),

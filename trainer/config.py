@@ -27,6 +27,7 @@ class TrainConfig:
     weight_decay: float
     grad_clip: float
     save_every: int
+    save_every_minutes: float
     keep_last: int
     keep_every: int
     root: Path
@@ -54,9 +55,9 @@ class TrainConfig:
         """True when a checkpoint is due once `step` steps are done."""
         return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
 
-    def saves_from(self, step: int) -> list[int]:
-        """The steps after `step` at which this run saves."""
-        return [s for s in range(step + 1, self.steps + 1) if self.saves_after(s)]
+    def saves_at_age(self, seconds: float) -> bool:
+        """True when the newest checkpoint is so old that another is due at the next step boundary."""
+        return 0 < self.save_every_minutes * 60 <= seconds
 
 
 def read_defaults(path: Path, known: set[str]) -> dict[str, Any]:

@@ -16,10 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ckptool import CkptoolError, UsageError
+from trainer import rendezvous
 
 T = TypeVar("T")
 
 MESH_AXIS = "dp"
+
+#: How long a collective may wait before torch itself gives up.
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 #: How long ranks wait for rank 0 to tokenize. A rank that dies is noticed by torchrun, not by this.
 CONTROL_TIMEOUT = timedelta(days=1)
@@ -63,11 +67,11 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def sum(self, value: torch.Tensor) -> float:
-        """The sum of a 0-d tensor over the ranks, in float64."""
-        total = value.detach().to(torch.float64)
+    def sum(self, *values: torch.Tensor | float) -> list[float]:
+        """The sum of each number over the ranks, in float64 and in one round."""
+        total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in values])
         dist.all_reduce(total)
-        return total.item()
+        return total.tolist()
 
 
 @contextlib.contextmanager
@@ -77,10 +81,7 @@ def joined_ranks(device_option: str) -> Iterator[Ranks]:
     is_ours = not dist.is_initialized()
     if is_ours:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        rendezvous.join(backend, COLLECTIVE_TIMEOUT)
     world_size = dist.get_world_size()
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=(MESH_AXIS,))

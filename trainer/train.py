@@ -28,6 +28,7 @@ from trainer.optimizer import build_optimizer
 from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
 from trainer.schedule import learning_rate
+from trainer.signals import StopSignals
 from trainer.units import MicroBatch, Units
 
 
@@ -36,7 +37,7 @@ def train(config: TrainConfig) -> None:
 
     Raises CkptoolErrors for all that a person can put right.
     """
-    with parallel.joined_ranks(config.device) as ranks:
+    with StopSignals() as stop, parallel.joined_ranks(config.device) as ranks:
         log = Log(config.root, ranks.rank)
         config.check(ranks.world_size)
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
@@ -61,7 +62,7 @@ def train(config: TrainConfig) -> None:
             f"world size {ranks.world_size} on {ranks.device.type}, step {state.step} of {config.steps}, "
             f"{state.position.consumed:,} units trained"
         )
-        run_steps(config, ranks, origin, state, units, log)
+        run_steps(config, ranks, origin, state, units, log, stop)
 
 
 def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
@@ -82,10 +83,23 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     return TrainingState(model, optimizer, ties, position)
 
 
-def run_steps(config: TrainConfig, ranks: Ranks, origin: Origin, state: TrainingState, units: Units, log: Log) -> None:
-    """The loop. The position moves only after the optimizer has stepped, so it counts what was really trained."""
+def run_steps(
+    config: TrainConfig,
+    ranks: Ranks,
+    origin: Origin,
+    state: TrainingState,
+    units: Units,
+    log: Log,
+    stop: StopSignals,
+) -> None:
+    """The loop. The position moves only after the optimizer has stepped, so it counts what was really trained.
+
+    Each rank votes on what not all of them may see, a signal or a clock, so that all save and stop at the same step.
+    """
     attempt = ranks.from_rank0(lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
-    while state.step < config.steps:
+    saved_at = time.monotonic()
+    (must_stop,) = ranks.sum(bool(stop.received))
+    while state.step < config.steps and not must_stop:
         began = time.perf_counter()
         lr = learning_rate(
             state.step, peak=config.lr, warmup_steps=config.warmup_steps, steps=config.steps, schedule=config.schedule
@@ -101,7 +115,7 @@ def run_steps(config: TrainConfig, ranks: Ranks, origin: Origin, state: Training
         grad_norm = clip_gradients(state, config.grad_clip)
         if not torch.isfinite(grad_norm):
             raise CkptoolError(
-                f"step {state.step + 1}: loss {ranks.sum(loss):g}, gradient norm {grad_norm:g}; not applied",
+                f"step {state.step + 1}: loss {ranks.sum(loss)[0]:g}, gradient norm {grad_norm:g}; not applied",
                 hint="lower --lr, or --resume from an earlier checkpoint",
             )
         state.optimizer.step()
@@ -109,13 +123,15 @@ def run_steps(config: TrainConfig, ranks: Ranks, origin: Origin, state: Training
         state.step += 1
         state.position = state.position.advance()
 
-        mean_loss = ranks.sum(loss)
+        is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
+        mean_loss, must_stop, must_save = ranks.sum(loss, bool(stop.received), is_late)
         step_seconds = time.perf_counter() - began
         if config.log_samples:
             log.samples(attempt, state.step, sorted(unit for part in ranks.gather(fed) for unit in part))
         save_seconds = 0.0
-        if config.saves_after(state.step):
+        if config.saves_after(state.step) or must_save or must_stop:
             save_seconds = checkpoint.save(state, origin, config, ranks, log)
+            saved_at = time.monotonic()
         metrics = StepMetrics(
             step=state.step,
             loss=mean_loss,
@@ -134,6 +150,9 @@ def run_steps(config: TrainConfig, ranks: Ranks, origin: Origin, state: Training
         log.metrics(metrics)
         if state.step % config.log_every == 0 or save_seconds or state.step == config.steps:
             log.say(metrics.progress_line(config.steps))
+    if must_stop and state.step < config.steps:
+        kept = f"{state.last_saved} holds it" if state.last_saved else "nothing new to save"
+        log.say(f"stopped at step {state.step} of {config.steps}: {kept}; the same command goes on from there")
 
 
 def forward_backward(

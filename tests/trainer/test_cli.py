@@ -84,8 +84,16 @@ def test_more_ranks_than_windows_in_a_step_are_refused(tmp_path):
 
 
 def test_saves_fall_on_multiples_and_on_the_end(tmp_path):
-    assert tiny_config(tmp_path, steps=10, save_every=4).saves_from(4) == [8, 10]
-    assert tiny_config(tmp_path, steps=10, save_every=0).saves_from(0) == [10]
+    every_4 = tiny_config(tmp_path, steps=10, save_every=4)
+    assert [step for step in range(1, 11) if every_4.saves_after(step)] == [4, 8, 10]
+    never = tiny_config(tmp_path, steps=10, save_every=0)
+    assert [step for step in range(1, 11) if never.saves_after(step)] == [10]
+
+
+def test_saves_fall_on_minutes_too(tmp_path):
+    config = tiny_config(tmp_path, save_every_minutes=0.5)
+    assert [config.saves_at_age(seconds) for seconds in (0, 29, 30, 31)] == [False, False, True, True]
+    assert not tiny_config(tmp_path, save_every_minutes=0).saves_at_age(1e9)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_nothing_to_resume_and_nothing_to_begin_from_is_an_error(root):
 
 @pytest.mark.parametrize("resume", ["never", "step-5"])
 def test_a_run_that_would_meet_its_own_old_checkpoints_is_refused_at_once(finished, resume):
-    with pytest.raises(TargetExistsError, match="exists, and this run would save there"):
+    with pytest.raises(TargetExistsError, match="exists, and this run begins at step"):
         run(finished, resume=resume, steps=10, save_every=5)
 
 

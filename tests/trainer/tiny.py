@@ -79,6 +79,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "weight_decay": 0.1,
         "grad_clip": 1.0,
         "save_every": 0,
+        "save_every_minutes": 0,
         "keep_last": 0,
         "keep_every": 0,
         "root": root,
