@@ -74,8 +74,13 @@ def original_metadata() -> list[bytes]:
 
 
 def check_pickle(folder: Path, raw: bytes) -> None:
-    value = safe_pickle.load(raw, METADATA_GLOBALS, "x")
+    value = safe_pickle.load_flat(raw, METADATA_GLOBALS, "x")
     assert value is None or type(value).__module__ in ("builtins", "ckptool.formats.dcp_stubs", safe_pickle.__name__)
+
+
+def check_plain_pickle(folder: Path, raw: bytes) -> None:
+    value = safe_pickle.load(raw, {}, "x")
+    assert value is None or type(value).__module__ in ("builtins", safe_pickle.__name__)
 
 
 def check_metadata(folder: Path, raw: bytes) -> None:
@@ -174,6 +179,10 @@ OBJECTS = [saved({"lr": 0.1, "betas": (0.9, 0.99), "params": ["a", "b"]}), saved
 
 PARSERS: dict[str, tuple[Check, list[bytes]]] = {
     "pickle": (check_pickle, original_metadata()),
+    "plain pickle": (
+        check_plain_pickle,
+        [pickle.dumps({"a": [1, (2, 3)], "b": {"c": b"d"}}, 4), pickle.dumps([{1: 2}, 1.5, "x"], 0)],
+    ),
     "metadata": (check_metadata, original_metadata()[:1]),
     "entry": (check_entry, CHUNKS),
     "object": (check_blob, OBJECTS),
