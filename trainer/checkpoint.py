@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,14 @@ class Origin:
 
 @dataclass
 class TrainingState:
-    """All that a checkpoint holds. `step` counts finished optimizer steps."""
+    """All that a checkpoint holds. `step` counts finished optimizer steps; `lanes` says where streams stand."""
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     ties: dict[str, str]
     position: DataPosition
     step: int = 0
+    lanes: dict[str, dict[str, str]] = field(default_factory=dict)
     last_saved: Path | None = None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -76,6 +77,7 @@ class TrainingState:
             "data": {
                 "cursor": torch.tensor(self.position.cursor(), dtype=torch.int64),
                 "record": self.position.to_json(),
+                **({"lane": self.lanes} if self.lanes else {}),
             },
         }
 
@@ -173,6 +175,7 @@ def resume(state: TrainingState, origin: Origin, log: Log) -> None:
         raise DamagedError(f"{origin.path}: data.cursor and data.record disagree")
     restore_groups(state.optimizer, state.parameters(), stored["optim"]["param_groups"], log.say)
     state.position = state.position.at(record)
+    state.lanes = stored["data"].get("lane", {})
     state.step = step
 
 

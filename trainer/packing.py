@@ -96,7 +96,7 @@ class Documents:
         self.num_units = self._blocks.num_units
         self.fill = self._blocks.num_inputs / (self.num_units * seq_len)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int, epoch: int = 0) -> Row:
         block, place = self._blocks.locate(index)
         start, size = self._stretches(block)[place].tolist()
         return self._pairs.row(start, size)
@@ -119,7 +119,7 @@ class PackedRows:
         self.num_units = self._blocks.num_units
         self.fill = self._blocks.num_inputs / (self.num_units * seq_len)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int, epoch: int = 0) -> Row:
         block, place = self._blocks.locate(index)
         rows = [self._pairs.row(start, size) for start, size in self._packed(block)[place]]
         return Row(

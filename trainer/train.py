@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from ckptool import CkptoolError, DataPosition, DataSource
+from ckptool import CkptoolError, DataPosition
 from trainer import checkpoint, parallel
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig
-from trainer.data import micro_batches, open_units, prepare
+from trainer.data import TrainingData, prepare
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.model import (
     build_meta_model,
@@ -29,7 +29,7 @@ from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
 from trainer.schedule import learning_rate
 from trainer.signals import StopSignals
-from trainer.units import MicroBatch, Units
+from trainer.units import MicroBatch
 
 
 def train(config: TrainConfig) -> None:
@@ -43,17 +43,15 @@ def train(config: TrainConfig) -> None:
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():
             log.say(line)
-        corpus = ranks.from_rank0(
+        prepared = ranks.from_rank0(
             lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.root, log.say)
         )
-        units = open_units(corpus, config.unit, config.seq_len)
-        source = DataSource(corpus.name, units.num_units, corpus.fingerprint, units.kind)
-        position = DataPosition.begin(
-            (source,), seq_len=config.seq_len, seed=config.seed, global_batch_size=config.global_batch_size
-        )
-        state = build_state(config, ranks, origin, position)
+        data = TrainingData(prepared, config.unit, config.seq_len, origin.hf_folder)
+        state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
+        state.lanes = data.lane_states(ranks)
         if origin.is_resume:
             checkpoint.resume(state, origin, log)
+            data.restore_lanes(state.lanes)
         else:
             checkpoint.load_weights(state, origin, log)
         if config.unit == "pack":
@@ -62,7 +60,7 @@ def train(config: TrainConfig) -> None:
             f"world size {ranks.world_size} on {ranks.device.type}, step {state.step} of {config.steps}, "
             f"{state.position.consumed:,} units trained"
         )
-        run_steps(config, ranks, origin, state, units, log, stop)
+        run_steps(config, ranks, origin, state, data, log, stop)
 
 
 def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
@@ -88,7 +86,7 @@ def run_steps(
     ranks: Ranks,
     origin: Origin,
     state: TrainingState,
-    units: Units,
+    data: TrainingData,
     log: Log,
     stop: StopSignals,
 ) -> None:
@@ -108,7 +106,7 @@ def run_steps(
             group["lr"] = lr
         seed_dropout(config.seed, state.step, ranks.rank)
 
-        batches = list(micro_batches(units, state.position, ranks.rank, ranks.world_size, config.micro_batch_size))
+        batches = list(data.micro_batches(state.position, ranks.rank, ranks.world_size, config.micro_batch_size))
         # A step of conversations may hold no trained label at all; its loss is 0.
         num_tokens = max(1, sum(ranks.gather(sum(batch.num_trained() for batch in batches))))
         loss, fed = forward_backward(ranks, state, batches, num_tokens)
@@ -130,6 +128,7 @@ def run_steps(
             log.samples(attempt, state.step, sorted(unit for part in ranks.gather(fed) for unit in part))
         save_seconds = 0.0
         if config.saves_after(state.step) or must_save or must_stop:
+            state.lanes = data.lane_states(ranks)
             save_seconds = checkpoint.save(state, origin, config, ranks, log)
             saved_at = time.monotonic()
         metrics = StepMetrics(

@@ -58,8 +58,8 @@ class Units(Protocol):
     num_units: int
     fill: float
 
-    def row(self, index: int) -> Row:
-        """Unit `index`, at most `seq_len` long."""
+    def row(self, index: int, epoch: int = 0) -> Row:
+        """Unit `index`, at most `seq_len` long; only a stream has other units in other epochs."""
 
     def padded_length(self, longest: int) -> int:
         """The length of the rows of a batch whose longest has `longest` tokens."""
@@ -82,7 +82,7 @@ class Windows:
                 hint="give more --data, or a smaller --seq-len",
             )
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int, epoch: int = 0) -> Row:
         return self._pairs.row(index * self.seq_len, self.seq_len)
 
     def padded_length(self, longest: int) -> int:

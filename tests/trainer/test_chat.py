@@ -7,7 +7,7 @@ import pytest
 from ckptool import DamagedError, UnsupportedError
 from tests.trainer.tiny import make_tokenizer
 from trainer.corpus import open_corpus
-from trainer.data import open_units
+from trainer.packing import Documents
 from trainer.sources.spec import SourceSpec
 from trainer.units import IGNORED
 
@@ -76,7 +76,7 @@ def test_other_layouts_of_a_row_are_the_same_conversation(open_chat, row):
 
 
 def test_labels_of_what_others_say_are_ignored(open_chat):
-    units = open_units(open_chat([{"messages": TURNS[:2]}]), "document", seq_len=64)
+    units = Documents(open_chat([{"messages": TURNS[:2]}]), seq_len=64)
     row = units.row(0)
     kept = [label for label in row.labels.tolist() if label != IGNORED]
     assert make_tokenizer().decode(kept) == "hello<end>\n"

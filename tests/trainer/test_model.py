@@ -5,10 +5,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from ckptool import DataPosition, DataSource, NotFoundError, UnsupportedError
+from ckptool import NotFoundError, UnsupportedError
 from tests.trainer.tiny import run, tiny_config
 from trainer import checkpoint, parallel
-from trainer.data import micro_batches, open_units, prepare
+from trainer.data import TrainingData, prepare
 from trainer.model import build_meta_model, materialize, model_state, named_blocks, recompute_buffers, ties_of
 from trainer.train import build_state
 
@@ -98,11 +98,9 @@ def test_a_step_equals_plain_pytorch_on_the_same_windows(root):
     weights = {"model": {k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}}
     dcp.load(weights, checkpoint_id=root / "base", no_dist=True)
     model.load_state_dict(weights["model"])
-    corpus = prepare(config.data, config.unit, config.seq_len, hf, root, print)
-    windows = open_units(corpus, config.unit, config.seq_len)
-    source = DataSource(corpus.name, windows.num_units)
-    position = DataPosition.begin([source], seq_len=config.seq_len, seed=0, global_batch_size=3)
-    [batch] = micro_batches(windows, position, rank=0, world_size=1, micro_batch_size=3)
+    prepared = prepare(config.data, config.unit, config.seq_len, hf, root, print)
+    data = TrainingData(prepared, config.unit, config.seq_len, hf)
+    [batch] = data.micro_batches(data.start(seed=0, global_batch_size=3), rank=0, world_size=1, micro_batch_size=3)
     loss = torch.nn.functional.cross_entropy(model(batch.inputs).logits.flatten(0, 1), batch.labels.flatten())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))

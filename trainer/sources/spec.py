@@ -20,6 +20,7 @@ KINDS = {
     "hf": "a folder of datasets' save_to_disk, a folder of data files, or a dataset's name on the Hub",
     "tokens": "token files: raw, .npy, or with llm.c's header",
     "megatron": "a Megatron data set, named by its prefix, its .bin or its .idx",
+    "stream": "as hf, or a file, but read while training",
 }
 
 
@@ -28,7 +29,8 @@ class SourceSpec:
     """One source. `paths` has several members for `files` only; `weight` is its share in a mixture, None by size.
 
     `field` is the column that holds the text; `split` and `config` choose inside a data set of kind `hf`; `dtype` is
-    that of raw token files, "" for the smallest unsigned one that holds the vocabulary.
+    that of raw token files, "" for the smallest unsigned one that holds the vocabulary; `lanes` is how many of them a
+    source of kind `stream` has.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class SourceSpec:
     split: str = "train"
     config: str = ""
     dtype: str = ""
+    lanes: int = 8
 
 
 def parse_sources(data: Iterable[str]) -> tuple[SourceSpec, ...]:
@@ -95,14 +98,17 @@ def _parse_table(table: dict[str, Any], path: Path, number: int) -> SourceSpec:
     kind, target = table.get("kind", "files"), table.get("path")
     if kind not in KINDS:
         raise UsageError(f"{where}: no kind of source is called {kind!r}", hint=f"kinds: {' '.join(KINDS)}")
-    texts = {key: table.get(key, "") for key in known - {"weight", "path"}}
+    texts = {key: table.get(key, "") for key in known - {"weight", "path", "lanes"}}
     if not isinstance(target, str) or not target or not all(isinstance(value, str) for value in texts.values()):
-        raise UsageError(f"{where}: path must be there, and all keys but weight must be strings")
+        raise UsageError(f"{where}: path must be there, and all keys but weight and lanes must be strings")
     weight = table.get("weight")
     if weight is not None and (type(weight) not in (int, float) or not 0 < weight < float("inf")):
         raise UsageError(f"{where}: weight is {weight!r}, not a positive number")
+    lanes = table.get("lanes", 1)
+    if type(lanes) is not int or lanes < 1:
+        raise UsageError(f"{where}: lanes is {lanes!r}, not a positive number")
     beside = path.parent / Path(target).expanduser()
-    if kind != "hf" or beside.exists():
+    if kind not in ("hf", "stream") or beside.exists():
         target = str(beside)
-    options = {key: table[key] for key in ("field", "split", "config", "dtype") if key in table}
+    options = {key: table[key] for key in ("field", "split", "config", "dtype", "lanes") if key in table}
     return SourceSpec(kind, (target,), table.get("name", _name_of(target)), weight, **options)

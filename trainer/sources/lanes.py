@@ -1,0 +1,233 @@
+"""Streaming data sets as a fixed number of lanes: whichever rank reads a lane, it is read in the same order.
+
+A lane is `split_dataset_by_node(data_set, lane, num_lanes)`, its documents joined and cut into windows. The number of
+lanes, not the world size, decides which rows a lane has, so lanes move between ranks. A lane's state is the data set's
+own, and the tokens that were read but not given out yet. Nothing is shuffled: `.shuffle(buffer_size)` loses its buffer
+when it is resumed.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptool import DamagedError, MismatchError, NotFoundError, UnsupportedError, UsageError
+from trainer.sources.files import BUILDERS
+from trainer.sources.spec import SourceSpec
+from trainer.sources.tokenizer import load_tokenizer, tokenizer_digest
+from trainer.units import Row
+
+#: Rows after which the self-test saves, resumes, saves and resumes again.
+_STOPS = (5, 12, 19)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What a lane is made from: `opened()` is a new iterable data set of its rows."""
+
+    number: int
+    num_lanes: int
+    opened: Callable[[], Any]
+    tokenizer: Any
+    field: str
+    seq_len: int
+
+
+class LaneReader:
+    """A lane being read: windows of `seq_len` + 1 tokens, the last of one being the first of the next."""
+
+    def __init__(self, lane: Lane, state: str = "") -> None:
+        """Begin at the lane's start, or where `state`, from `state()`, stood. Raises DamagedError for another text."""
+        self._lane = lane
+        try:
+            stored = json.loads(state) if state else {"data_set": None, "rest": [], "epoch": 0, "num_windows": 0}
+            self._rest: list[int] = list(stored["rest"])
+            self.epoch, self.num_windows = int(stored["epoch"]), int(stored["num_windows"])
+            begin = stored["data_set"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise DamagedError(f"the state of lane {lane.number} is none: {error!r}") from error
+        self._open(begin)
+
+    def next_window(self) -> np.ndarray:
+        """int64 of shape (seq_len + 1,). A lane that ends begins again. Raises UsageError for one without documents."""
+        size = self._lane.seq_len + 1
+        while len(self._rest) < size:
+            self._rest += next(self._documents)
+        window = np.array(self._rest[:size], np.int64)
+        del self._rest[: size - 1]
+        self.num_windows += 1
+        return window
+
+    def state(self) -> str:
+        """JSON; reading goes on after the window that was given last."""
+        begin = self._data_set.state_dict() if self._has_read else self._begin
+        record = {"data_set": begin, "rest": self._rest, "epoch": self.epoch, "num_windows": self.num_windows}
+        return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+    def _open(self, begin: dict[str, Any] | None) -> None:
+        self._data_set, self._begin, self._has_read = self._lane.opened(), begin, False
+        if begin is not None:
+            self._data_set.load_state_dict(begin)
+        self._documents = self._read()
+
+    def _read(self) -> Iterator[list[int]]:
+        num_documents, is_whole = 0, self._begin is None
+        while True:
+            for row in self._data_set:
+                self._has_read = True
+                text = text_of(row, self._lane.field)
+                if text:
+                    num_documents += 1
+                    yield [*self._lane.tokenizer(text, add_special_tokens=False)["input_ids"], self._end_of_text()]
+            if is_whole and not num_documents:
+                raise UsageError(
+                    f"lane {self._lane.number} of {self._lane.num_lanes} has no documents",
+                    hint="lanes = a smaller number",
+                )
+            num_documents, is_whole = 0, True
+            self.epoch += 1
+            self._data_set, self._begin, self._has_read = self._lane.opened(), None, False
+
+    def _end_of_text(self) -> int:
+        return self._lane.tokenizer.eos_token_id
+
+
+class Lanes:
+    """The units of a streaming source: a lane is a unit, and epoch n of it is its window n.
+
+    A rank opens only the lanes that it is asked for, and asks for each lane's windows in their order.
+    """
+
+    kind = "window"
+    fill = 1.0
+
+    def __init__(self, lanes: list[Lane]) -> None:
+        self._lanes = lanes
+        self._readers: dict[int, LaneReader] = {}
+        self.restored = [""] * len(lanes)
+        self.num_units = len(lanes)
+        self.seq_len = lanes[0].seq_len
+
+    def row(self, index: int, epoch: int = 0) -> Row:
+        """Window `epoch` of lane `index`. Raises MismatchError when that is not the lane's next one."""
+        if index not in self._readers:
+            self._readers[index] = LaneReader(self._lanes[index], self.restored[index])
+        reader = self._readers[index]
+        if reader.num_windows != epoch:
+            raise MismatchError(
+                f"lane {index} stands at window {reader.num_windows}, the data position at {epoch}",
+                hint="a stream goes on only where it stood: a position that was moved needs an indexed source",
+            )
+        window = reader.next_window()
+        return Row(window[:-1], window[1:])
+
+    def padded_length(self, longest: int) -> int:
+        return self.seq_len
+
+    def states(self) -> dict[int, str]:
+        """Where the lanes stand that were read here since they were restored."""
+        return {lane: reader.state() for lane, reader in self._readers.items()}
+
+    def restore(self, states: list[str]) -> None:
+        """Go on where each lane stood. The world size may be another."""
+        if len(states) != len(self._lanes):
+            raise MismatchError(f"{len(states)} lanes were saved, the source has {len(self._lanes)}")
+        self.restored, self._readers = list(states), {}
+
+
+def text_of(row: dict[str, Any], field: str) -> str | None:
+    """Raises DamagedError when the row has no such text."""
+    if field not in row:
+        raise DamagedError(f"a row of the stream has no field {field!r}, only {', '.join(row)}", hint="field = ...")
+    if row[field] is not None and not isinstance(row[field], str):
+        raise DamagedError(f"the field {field!r} of a row is no string but {type(row[field]).__name__}")
+    return row[field]
+
+
+def open_lanes(spec: SourceSpec, hf_folder: Path, seq_len: int) -> Lanes:
+    """The lanes of a source of kind `stream`. Raises the errors of `open_stream` and `load_tokenizer`."""
+    return Lanes(split_into_lanes(open_stream(spec), spec, load_tokenizer(hf_folder), seq_len))
+
+
+def stream_fingerprint(spec: SourceSpec, hf_folder: Path) -> dict[str, str | int]:
+    """What is known of a stream without reading it: its name, how it is split, and its first rows.
+
+    Raises UnsupportedError when it can't be resumed, and the errors of `open_stream`.
+    """
+    stream = open_stream(spec)
+    [first, *_] = split_into_lanes(stream, spec, tokenizer=None, seq_len=1)
+    return {
+        "kind": "stream",
+        "path": Path(spec.paths[0]).name if Path(spec.paths[0]).exists() else spec.paths[0],
+        "config": spec.config,
+        "split": spec.split,
+        "field": spec.field,
+        "lanes": spec.lanes,
+        "num_shards": stream.n_shards,
+        "first_rows": check_resumable(first.opened, spec.name),
+        "tokenizer": tokenizer_digest(hf_folder),
+    }
+
+
+def open_stream(spec: SourceSpec) -> Any:
+    """The iterable data set of a source of kind `stream`. Raises NotFoundError, DamagedError."""
+    import datasets
+
+    [name] = spec.paths
+    path = Path(name).expanduser()
+    try:
+        if (path / "state.json").is_file():
+            rows = datasets.load_from_disk(str(path))
+            return rows.to_iterable_dataset(num_shards=min(spec.lanes, len(rows)) or 1)
+        if path.is_file():
+            builder = BUILDERS.get(path.suffix, "text")
+            return datasets.load_dataset(builder, data_files=str(path), split="train", streaming=True)
+        where = str(path) if path.is_dir() else name
+        return datasets.load_dataset(where, spec.config or None, split=spec.split, streaming=True)
+    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
+        raise NotFoundError(f"no data set {name}: {error}") from error
+    except (ValueError, OSError, KeyError) as error:
+        raise DamagedError(f"can't stream the data set {name}: {error}") from error
+
+
+def split_into_lanes(data_set: Any, spec: SourceSpec, tokenizer: Any, seq_len: int) -> list[Lane]:
+    """The lanes of an iterable data set."""
+    from datasets.distributed import split_dataset_by_node
+
+    def opened(number: int) -> Callable[[], Any]:
+        # Data sets that are made from one another share what they count in: each reader needs a whole copy.
+        return lambda: split_dataset_by_node(copy.deepcopy(data_set), number, spec.lanes)
+
+    return [Lane(n, spec.lanes, opened(n), tokenizer, spec.field, seq_len) for n in range(spec.lanes)]
+
+
+def check_resumable(opened: Callable[[], Any], name: str) -> str:
+    """Read some rows at once and with two resumes between them; returns a digest of them.
+
+    Raises UnsupportedError when that is not the same: in several versions of `datasets`, and with `map`, `filter` or
+    `shuffle`, a state that was saved after a resume, or inside a batch of rows, is wrong (datasets#7901, #8145, #8308).
+    """
+    whole = list(islice(opened(), _STOPS[-1]))
+    pieces: list[Any] = []
+    state = None
+    for start, stop in zip((0, *_STOPS), _STOPS, strict=False):
+        data_set = opened()
+        if state is not None:
+            data_set.load_state_dict(state)
+        pieces += islice(data_set, stop - start)
+        state = json.loads(json.dumps(data_set.state_dict()))
+    if pieces != whole:
+        wrong = next((n for n, (a, b) in enumerate(zip(whole, pieces, strict=False)) if a != b), len(pieces))
+        raise UnsupportedError(
+            f"{name}: this data set can't be resumed: with two resumes row {wrong} is another one",
+            hint="another version of the datasets library; no map, filter or shuffle; or an indexed source (hf:)",
+        )
+    return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
