@@ -14,6 +14,8 @@ change goes unseen with probability of about 2**-128. It is no defence against a
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -86,26 +88,57 @@ def digest_run(data: memoryview, start_bytes: int) -> TensorDigest:
 def digest_box(data: memoryview, box: Box, shape: tuple[int, ...], itemsize_bytes: int) -> TensorDigest:
     """The sum over a box of a tensor of `shape`; `data` holds the box's elements in C order."""
     data = memoryview(data).cast("B")
+    if not data:
+        return TensorDigest()
     if box.is_contiguous_in(shape):
         return digest_run(data, box.flat_start(shape) * itemsize_bytes)
+    split = max(d for d, (size, n) in enumerate(zip(box.sizes, shape, strict=True)) if size != n)
+    stride_bytes = math.prod(shape[split:]) * itemsize_bytes
+    rows_bytes = math.prod(box.sizes[split - 1 :]) * itemsize_bytes
     total = TensorDigest()
-    position = 0
-    for run in contiguous_runs(box, shape):
-        num_bytes = run.num_elements * itemsize_bytes
-        total += digest_run(data[position : position + num_bytes], run.flat_start(shape) * itemsize_bytes)
-        position += num_bytes
+    outer = (range(start, end) for start, end in zip(box.offsets[: split - 1], box.ends[: split - 1], strict=True))
+    for number, indices in enumerate(itertools.product(*outer)):
+        first = Box((*indices, *box.offsets[split - 1 :]), box.sizes).flat_start(shape) * itemsize_bytes
+        rows = data[number * rows_bytes : (number + 1) * rows_bytes]
+        total += _digest_rows(rows, first, stride_bytes, box.sizes[split - 1])
     return total
 
 
-def contiguous_runs(box: Box, shape: tuple[int, ...]) -> Iterable[Box]:
-    """Cut a box into the boxes, in C order, that are each contiguous in a tensor of `shape`."""
-    if box.is_contiguous_in(shape):
-        yield box
-        return
-    dim = next(d for d, size in enumerate(box.sizes) if size != 1)
-    for index in range(box.sizes[dim]):
-        offsets = (*box.offsets[:dim], box.offsets[dim] + index, *box.offsets[dim + 1 :])
-        yield from contiguous_runs(Box(offsets, (*box.sizes[:dim], 1, *box.sizes[dim + 1 :])), shape)
+def _digest_rows(data: memoryview, start_bytes: int, stride_bytes: int, num_rows: int) -> TensorDigest:
+    """The sum over runs of one length, the first at `start_bytes` of the tensor, each `stride_bytes` after the last."""
+    import numpy as np
+
+    run_bytes = len(data) // num_rows
+    if any(num_bytes % WORD_BYTES for num_bytes in (start_bytes, stride_bytes, run_bytes)):
+        runs = (data[row * run_bytes : (row + 1) * run_bytes] for row in range(num_rows))
+        parts = (digest_run(run, start_bytes + row * stride_bytes) for row, run in enumerate(runs))
+        return functools.reduce(TensorDigest.__add__, parts, TensorDigest())
+    stride, num_words = stride_bytes // WORD_BYTES, run_bytes // WORD_BYTES
+    words = np.frombuffer(data, dtype="<u8").reshape(num_rows, num_words)
+    total = TensorDigest()
+    row = 0
+    while row < num_rows:
+        block, column = divmod(start_bytes // WORD_BYTES + row * stride, BLOCK_WORDS)
+        # Rows that lie within the block: their factors lie in the table as they do in the tensor.
+        count = min(num_rows - row, (BLOCK_WORDS - num_words - column) // stride + 1)
+        if count < 1:
+            count = 1
+            total += digest_run(memoryview(words[row]), start_bytes + row * stride_bytes)
+        else:
+            lanes = [_sum_products(lane, block, column, words[row : row + count], stride) for lane in range(_LANES)]
+            total += TensorDigest((lanes[0], lanes[1]))
+        row += count
+    return total
+
+
+def _sum_products(lane: int, block: int, column: int, words: np.ndarray, stride: int) -> int:
+    """The lane's sum over rows of words within one block, from `column` on and `stride` words apart."""
+    import numpy as np
+
+    factors = np.lib.stride_tricks.as_strided(
+        inner_factors(lane)[column:], words.shape, (stride * WORD_BYTES, WORD_BYTES), writeable=False
+    )
+    return sum(np.einsum("ij,ij->i", words, factors).tolist()) * outer_factor(lane, block) & _MASK
 
 
 def digest_file(path: Path, piece_bytes: int = 256 << 10) -> str:

@@ -60,6 +60,17 @@ def test_large_runs_cross_blocks() -> None:
     assert digest_run(data[:middle].data, 0) + digest_run(data[middle:].data, middle) == whole
 
 
+@pytest.mark.parametrize("row_bytes", [4096, 24_000, 3000, 3 << 18])
+def test_columns_of_large_tensors_add_up(row_bytes: int) -> None:
+    rows = np.random.default_rng(2).integers(0, 256, (2, 3 * BLOCK_WORDS * 8 // row_bytes, row_bytes), dtype=np.uint8)
+    total = TensorDigest()
+    for begin, end in ((0, 1024), (1024, 1032), (1032, row_bytes)):
+        part = np.ascontiguousarray(rows[:, :, begin:end])
+        box = Box((0, 0, begin), part.shape)
+        total += digest_box(part.data, box, rows.shape, 1)
+    assert total == digest_run(rows.reshape(-1).data, 0)
+
+
 def test_swapped_rows_are_seen() -> None:
     rows = np.random.default_rng(2).integers(0, 1 << 63, (2, BLOCK_WORDS), dtype=np.int64)
     swapped = np.ascontiguousarray(rows[::-1])
