@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.box import Box
-from ckptool.core.quantisation import Found, ReadPart
+from ckptool.core.recipes import Found, ReadPart
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, UnsupportedError, name_some
 

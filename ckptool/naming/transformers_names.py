@@ -30,35 +30,53 @@ from ckptool.naming.meta_model import DtypeRule
 
 NAMING = "transformers"
 
+#: Have two source tensors the same dtype, shape and bytes?
+SameBytes = Callable[[str, str], bool]
+
 
 def plan_import(
     model: transformers.PreTrainedModel,
     source: Mapping[str, TensorEntry],
     dtype: str | None,
-    same_bytes: Callable[[str, str], bool],
+    same_bytes: SameBytes,
+    mapping: list[Any] | None = None,
 ) -> NamePlan:
     """Groups that make every live tensor of `model` (on meta) from the Hub tensors in `source`.
 
     `dtype` is the cast wanted (None: keep); `same_bytes(a, b)` compares two source tensors and is asked only where a
-    tie is stored twice. Raises MismatchError for names that don't fit the model, either way, and for wrong shapes.
+    tie is stored twice; `mapping` are the transforms (None: those of the model's Hub form). Raises MismatchError for
+    names that don't fit the model, either way, and for wrong shapes.
     """
-    meta = model.state_dict()
     rule = DtypeRule(model, dtype)
-    mapping = get_model_conversion_mapping(model)
+    if mapping is None:
+        mapping = get_model_conversion_mapping(model)
     collected, unexpected = _collect_import(model, mapping, source)
     _check_needless(model, unexpected)
-    notes = [f"kept aside, the model doesn't use them: {name_some(unexpected)}"] if unexpected else []
     groups = [_group(model, source, target, *item, rule.of(target)) for target, item in collected.items()]
-    _check_shapes(meta, groups)
-    groups, ties, stored, untied, tie_notes = _settle_ties(model, groups, same_bytes)
-    _check_complete(meta, groups, ties)
     naming = Naming(
         NAMING,
         type(model).__name__,
         tuple(describe(transform) for transform in mapping if transform.was_used()),
         transformers.__version__,
     )
-    return NamePlan(tuple(groups), naming, ties, stored, untied, tuple(unexpected), (*notes, *tie_notes))
+    return settle_import(model, groups, naming, unexpected, same_bytes)
+
+
+def settle_import(
+    model: transformers.PreTrainedModel,
+    groups: list[NameGroup],
+    naming: Naming,
+    unexpected: list[str],
+    same_bytes: SameBytes,
+) -> NamePlan:
+    """Ties settled, and every live tensor of the model made with its shape. Raises MismatchError."""
+    meta = model.state_dict()
+    _check_shapes(meta, groups)
+    groups, ties, stored, untied, notes = _settle_ties(model, groups, same_bytes)
+    _check_complete(meta, groups, ties)
+    if unexpected:
+        notes = [f"kept aside, the model doesn't use them: {name_some(unexpected)}", *notes]
+    return NamePlan(tuple(groups), naming, ties, stored, untied, tuple(unexpected), tuple(notes))
 
 
 def plan_export(
@@ -197,7 +215,7 @@ def _check_needless(model: transformers.PreTrainedModel, unexpected: list[str]) 
 
 
 def _settle_ties(
-    model: transformers.PreTrainedModel, groups: list[NameGroup], same_bytes: Callable[[str, str], bool]
+    model: transformers.PreTrainedModel, groups: list[NameGroup], same_bytes: SameBytes
 ) -> tuple[list[NameGroup], dict[str, str], tuple[str, ...], dict[str, str], list[str]]:
     """Keep one stored tensor per tie: the canonical name, whichever name the source used.
 
@@ -231,7 +249,7 @@ def _settle_ties(
     return groups, ties, tuple(stored), untied, notes
 
 
-def _equal(a: NameGroup, b: NameGroup, same_bytes: Callable[[str, str], bool]) -> bool:
+def _equal(a: NameGroup, b: NameGroup, same_bytes: SameBytes) -> bool:
     plain = a.transform is None and b.transform is None
     return plain and same_bytes(a.sources[0], b.sources[0])
 

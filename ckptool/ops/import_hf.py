@@ -75,7 +75,7 @@ def import_hf(
     with contextlib.closing(model.source) as source:
         names = model.names
         extra_bytes = sum(source.manifest.tensors[name].num_bytes for name in names.extra)
-        num_records = len(source.manifest.tensors) + model.num_side_files
+        num_records = len(source.manifest.tensors) + model.side.num_files
         plan = plan_conversion(
             "import-hf",
             source.manifest,
@@ -84,7 +84,7 @@ def import_hf(
             cut=cut_tensor,
             piece_bytes=chunk_bytes,
             target_prefix=MODEL_PREFIX,
-            extra_disk_bytes=extra_bytes + model.side_bytes + num_records * DIGEST_RECORD_BYTES,
+            extra_disk_bytes=extra_bytes + model.side.num_bytes + num_records * DIGEST_RECORD_BYTES,
             chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
         )
         notes = (*model.notes, *plan.notes)
@@ -92,7 +92,7 @@ def import_hf(
         if dry_run:
             return Result("import-hf", str(target), plan, False, time.monotonic() - start, notes)
         with staged_directory(target, overwrite) as staging:
-            model.write_side(staging / "hf")
+            model.side.write(staging / "hf")
             _keep_extra(staging / "hf", source, names)
             write_provenance(staging, _provenance(located, model))
             sink = _open_sink(staging, plan, names)

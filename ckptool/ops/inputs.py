@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ckptool.core.box import Box
 from ckptool.core.interfaces import Source
+from ckptool.errors import name_some
+from ckptool.formats.gguf_file import SUFFIX as GGUF_SUFFIX
 from ckptool.formats.hf_config import drop_quantisation, main_dtype, quantisation_of, weights_dtype
 from ckptool.formats.hf_folder import HfSource, copy_side_files, side_files
 from ckptool.naming.groups import NamePlan, keep_names
+from ckptool.storage.files import os_errors
+
+
+class SideFiles(Protocol):
+    """What lies beside the weights: config, tokenizer, code."""
+
+    num_files: int
+    num_bytes: int
+
+    def write(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A model to import. `dtype` is what its config says, or should say, of its weights; `write_side` puts its side
-    files into a folder, and `side_bytes` is their size. `quantisation` is how the weights were stored, if not plainly.
-    """
+    """A model to import. `dtype` is what its config says, or should say, of its weights; `quantisation` is how they
+    were stored, "" if plainly."""
 
     source: Source
     names: NamePlan
     dtype: str | None
-    write_side: Callable[[Path], None]
-    num_side_files: int
-    side_bytes: int
+    side: SideFiles
     quantisation: str = ""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 def open_input(path: Path, cast: str | None) -> ModelInput:
@@ -35,12 +45,47 @@ def open_input(path: Path, cast: str | None) -> ModelInput:
 
     The caller closes `source`. Raises a CkptoolError when it can't be read, or is not understood.
     """
-    stored = HfSource(path)
+    if path.suffix == GGUF_SUFFIX:
+        from ckptool.ops.input_gguf import open_gguf
+
+        return open_gguf(path, cast)
     with contextlib.ExitStack() as stack:
+        stored = HfSource(path)
         stack.callback(stored.close)
         opened = _open_folder(path, stored, cast)
         stack.pop_all()
     return opened
+
+
+class CopiedFiles:
+    """The side files of a folder, with its config made to say that the weights are plain ones of `plain_dtype`."""
+
+    def __init__(self, folder: Path, plain_dtype: str | None = None) -> None:
+        self._folder = folder
+        self._names = side_files(folder)
+        self._plain_dtype = plain_dtype
+        self.num_files = len(self._names)
+        self.num_bytes = sum((folder / name).stat().st_size for name in self._names)
+
+    def write(self, folder: Path) -> None:
+        copy_side_files(self._folder, folder, self._names)
+        if self._plain_dtype:
+            drop_quantisation(folder, self._plain_dtype)
+
+
+class MadeFiles:
+    """Side files made for a model that came without: name -> content."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._files = files
+        self.num_files = len(files)
+        self.num_bytes = sum(len(content) for content in files.values())
+
+    def write(self, folder: Path) -> None:
+        with os_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in self._files.items():
+                (folder / name).write_bytes(content)
 
 
 def _open_folder(path: Path, stored: HfSource, cast: str | None) -> ModelInput:
@@ -55,15 +100,8 @@ def _open_folder(path: Path, stored: HfSource, cast: str | None) -> ModelInput:
         if dropped:
             notes.append(f"left out, made for quantised weights only: {dropped}")
     names = name_tensors(stored.folder, path.name, source, cast, dequantised=bool(method))
-    side = side_files(stored.folder)
-
-    def write_side(folder: Path) -> None:
-        copy_side_files(stored.folder, folder, side)
-        if method and dtype:
-            drop_quantisation(folder, dtype)
-
-    side_bytes = sum((stored.folder / file).stat().st_size for file in side)
-    return ModelInput(source, names, dtype, write_side, len(side), side_bytes, method, tuple(notes))
+    side = CopiedFiles(stored.folder, dtype if method else None)
+    return ModelInput(source, names, dtype, side, method, tuple(notes))
 
 
 def _dequantised(stored: HfSource, quantisation: object, cast: str | None) -> tuple[Source, str, str]:
@@ -71,13 +109,13 @@ def _dequantised(stored: HfSource, quantisation: object, cast: str | None) -> tu
 
     Where a cast is wanted the weights come as float32, so that they are rounded once.
     """
-    from ckptool.errors import name_some
-    from ckptool.formats.dequantised import DequantisedSource, find_quantised
+    from ckptool.formats.quantised import find_quantised
+    from ckptool.formats.recipe_source import RecipeSource
 
     found = find_quantised(stored.manifest.tensors, quantisation, str(stored.folder))
     dtype = weights_dtype(stored.folder)
     dropped = name_some(list(found.dropped)) if found.dropped else ""
-    return DequantisedSource(stored, found, "float32" if cast else dtype), dropped, dtype
+    return RecipeSource(stored, found, "float32" if cast else dtype), dropped, dtype
 
 
 def name_tensors(folder: Path, name: str, source: Source, cast: str | None, *, dequantised: bool = False) -> NamePlan:

@@ -7,16 +7,16 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ckptool.core.box import Box
-from ckptool.core.quantisation import Found
+from ckptool.core.recipes import Found
 from ckptool.errors import DamagedError
-from ckptool.formats.dequantised import DequantisedSource
 from ckptool.formats.fp8 import find_scaled
 from ckptool.formats.mxfp4 import find_packed
+from ckptool.formats.recipe_source import RecipeSource
 from tests.memory_sink import MemorySource
 
 
 def made(tensors: dict[str, torch.Tensor], found: Found, name: str, dtype: str, max_rows: int) -> torch.Tensor:
-    source = DequantisedSource(MemorySource(tensors), found, dtype)
+    source = RecipeSource(MemorySource(tensors), found, dtype)
     entry = source.manifest.tensors[name]
     parts = []
     for box in Box.whole(entry.shape).split_rows(max_rows):

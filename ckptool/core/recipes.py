@@ -1,4 +1,4 @@
-"""How a stored form of weights becomes weights again: recipes that work on any rows, so that nothing is read twice."""
+"""Recipes: how tensors are made of what is stored, rows at a time, while they are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ReadPart = Callable[[str, Box], Any]
 
 
 class Recipe(Protocol):
-    """One weight: of `shape`, made of the stored tensors `sources`."""
+    """One tensor: of `shape`, made of the stored tensors `sources`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -22,13 +22,13 @@ class Recipe(Protocol):
     def sources(self) -> tuple[str, ...]: ...
 
     def fill(self, read: ReadPart, box: Box, out: Any) -> None:
-        """Put the weight's elements in `box`, whole rows of dim 0, into the tensor `out` of the box's sizes."""
+        """Put the tensor's elements in `box`, whole rows of dim 0, into the tensor `out` of the box's sizes."""
         ...
 
 
 @dataclass(frozen=True)
 class Found:
-    """The weights of a quantised model by name, and the tensors that no weight is made of and that are left out."""
+    """The tensors to make, by name, and the stored ones that nothing is made of and that are left out."""
 
     recipes: Mapping[str, Recipe]
     dropped: tuple[str, ...] = ()
