@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckptool.core.data_source import DataSource as DataSource
+    from ckptool.core.history import Fed as Fed
     from ckptool.core.position import DataPosition as DataPosition
     from ckptool.core.position import rank_units as rank_units
+    from ckptool.core.position_edits import accept_data_change as accept_data_change
     from ckptool.core.provenance import Naming as Naming
     from ckptool.core.provenance import Provenance as Provenance
     from ckptool.distributed import load as load
@@ -47,6 +49,8 @@ _HOMES = {
     "UnsupportedError": "ckptool.errors",
     "UsageError": "ckptool.errors",
     "DataPosition": "ckptool.core.position",
+    "Fed": "ckptool.core.history",
+    "accept_data_change": "ckptool.core.position_edits",
     "rank_units": "ckptool.core.position",
     "DataSource": "ckptool.core.data_source",
     "Naming": "ckptool.core.provenance",
@@ -70,6 +74,7 @@ __all__ = [
     "DamagedError",
     "DataPosition",
     "DataSource",
+    "Fed",
     "MismatchError",
     "Naming",
     "NotFoundError",
@@ -78,6 +83,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "accept_data_change",
     "diff",
     "export",
     "find_latest",

@@ -20,6 +20,7 @@ from ckptool import (
     CkptoolError,
     DamagedError,
     DataPosition,
+    Fed,
     MismatchError,
     NotFoundError,
     Provenance,
@@ -54,12 +55,14 @@ class Origin:
 
 @dataclass
 class TrainingState:
-    """All that a checkpoint holds. `step` counts finished optimizer steps; `lanes` says where streams stand."""
+    """All that a checkpoint holds. `step` counts finished optimizer steps; `lanes` says where streams stand; `fed` is
+    what this rank was fed since the last save."""
 
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     ties: dict[str, str]
     position: DataPosition
+    fed: Fed = field(default_factory=lambda: Fed(0))
     step: int = 0
     lanes: dict[str, dict[str, str]] = field(default_factory=dict)
     last_saved: Path | None = None
@@ -162,10 +165,11 @@ def load_weights(state: TrainingState, origin: Origin, log: Log) -> None:
     ckptool.load(weights, origin.path, allow_cast=True)
 
 
-def resume(state: TrainingState, origin: Origin, log: Log) -> None:
+def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: str = "") -> None:
     """Bring back everything: weights, optimizer, step and data position.
 
-    Raises MismatchError when the data, the model or a dtype is not the checkpoint's.
+    Raises MismatchError when the model or a dtype is not the checkpoint's, or when the data is not and there is no
+    reason to accept that.
     """
     stored = state.state_dict()
     ckptool.load(stored, origin.path)
@@ -174,7 +178,14 @@ def resume(state: TrainingState, origin: Origin, log: Log) -> None:
     if record.cursor() != stored["data"]["cursor"].tolist():
         raise DamagedError(f"{origin.path}: data.cursor and data.record disagree")
     restore_groups(state.optimizer, state.parameters(), stored["optim"]["param_groups"], log.say)
-    state.position = state.position.at(record)
+    if accept_data_change:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        state.position = ckptool.accept_data_change(state.position, record, reason=accept_data_change, when=now)
+        for change in [change for edit in state.position.edits[len(record.edits) :] for change in edit.changes]:
+            log.say(f"accepted: {change}")
+    else:
+        state.position = state.position.at(record)
+    state.fed = Fed(record.consumed)
     state.lanes = stored["data"].get("lane", {})
     state.step = step
 
@@ -184,6 +195,8 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
     began = time.perf_counter()
     target = config.root / f"step-{state.step}"
     ranks.from_rank0(lambda: _clear_way(target, origin, log))
+    state.position = state.position.with_history(ranks.gather(state.fed))
+    state.fed = Fed(state.position.consumed)
     provenance = replace(
         origin.provenance,
         tool_version=ckptool.__version__,

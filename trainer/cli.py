@@ -107,6 +107,13 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     metavar="auto|never|NAME",
     default="auto",
 )
+@_option(
+    "--accept-data-change",
+    "Resume although the data, its mixture, --seq-len or --seed is not the checkpoint's; the reason is recorded in the "
+    "next one. Each source that changed begins its next epoch.",
+    metavar="REASON",
+    default="",
+)
 @_option("--seed", "Order of the data, and dropout.", type=int, default=0)
 @_option("--device", "auto: cuda where there is one.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @_option(

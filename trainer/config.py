@@ -33,6 +33,7 @@ class TrainConfig:
     root: Path
     resume: str
     seed: int
+    accept_data_change: str
     device: str
     activation_checkpointing: str
     compile: bool

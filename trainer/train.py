@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> None:
         state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
         state.lanes = data.lane_states(ranks)
         if origin.is_resume:
-            checkpoint.resume(state, origin, log)
+            checkpoint.resume(state, origin, log, config.accept_data_change)
             data.restore_lanes(state.lanes)
         else:
             checkpoint.load_weights(state, origin, log)
@@ -119,6 +119,7 @@ def run_steps(
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.step += 1
+        state.fed = state.fed.plus((g, state.position.unit(g)) for g in fed)
         state.position = state.position.advance()
 
         is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)

@@ -8,13 +8,14 @@ batch size decides which unit a number is, so both may change at any step.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckptool.core import order_v1
 from ckptool.core.data_source import DataSource
-from ckptool.core.history import NOTHING, add_histories
+from ckptool.core.history import NOTHING, Fed, add_histories
 from ckptool.core.mixture import BLOCK_SLOTS, slots_of
 from ckptool.core.segment import Segment, Unit
 from ckptool.errors import MismatchError, UsageError
@@ -49,7 +50,7 @@ class DataPosition:
     """A place in the stream of units, with all that defines the stream and the sizes of the steps so far.
 
     `segments` are in the order of their start, `stretches` in the order of training. `history` is the digest of the
-    units that were trained, as far as `with_history` was told.
+    units that were trained, as far as `with_history` was told of them.
     """
 
     segments: tuple[Segment, ...]
@@ -100,7 +101,7 @@ class DataPosition:
         return self.units(range(number, number + 1))[0]
 
     def units(self, numbers: range) -> list[Unit]:
-        """The units with these numbers, in order."""
+        """The units with these numbers, which rise; a step of the range other than 1 is a rank's part."""
         return [unit for segment, part in self._parts(numbers) for unit in segment.units(part)]
 
     def segment_of(self, number: int) -> Segment:
@@ -116,9 +117,20 @@ class DataPosition:
         num_units = last.num_units + num_steps * last.global_batch_size
         return self._with_last(replace(last, num_units=num_units, num_steps=last.num_steps + num_steps))
 
-    def with_history(self, digests: Sequence[str]) -> DataPosition:
-        """The position once the digests of what each rank was fed since the last time are added to the history."""
-        return replace(self, history=add_histories([self.history, *digests]))
+    def with_history(self, parts: Sequence[Fed]) -> DataPosition:
+        """The position with what each rank was fed since the last time added to its history.
+
+        Raises MismatchError when that is not as many units as the position has advanced since.
+        """
+        starts = {part.start for part in parts}
+        num_fed = sum(part.num_units for part in parts)
+        if len(starts) != 1 or starts.pop() + num_fed != self.consumed:
+            raise MismatchError(
+                f"the ranks were fed {num_fed} units, which is not what brings the position to {self.consumed}: "
+                "data was trained twice or left out",
+                hint="advance the position once after each optimizer step, on every rank",
+            )
+        return replace(self, history=add_histories([self.history, *(part.digest for part in parts)]))
 
     def with_batch_size(self, global_batch_size: int) -> DataPosition:
         """The same place, with steps of another size from here on."""
@@ -169,11 +181,10 @@ class DataPosition:
         return parse(text, location, num_steps)
 
     def _parts(self, numbers: range) -> Iterator[tuple[Segment, range]]:
-        ends = [segment.start for segment in self.segments[1:]] + [numbers.stop]
-        for segment, end in zip(self.segments, ends, strict=True):
-            part = range(max(numbers.start, segment.start), min(numbers.stop, end))
-            if part:
-                yield segment, part
+        starts = [bisect_left(numbers, segment.start) for segment in self.segments]
+        for segment, start, end in zip(self.segments, starts, [*starts[1:], len(numbers)], strict=True):
+            if start < end:
+                yield segment, numbers[start:end]
 
     def named_as_here(self, record: DataPosition) -> DataPosition:
         """`record`; in version 1, which has no names, its source gets the name that it has here."""

@@ -84,7 +84,7 @@ def redefine(position: DataPosition, definition: Segment) -> tuple[DataPosition,
     return _with_segment(position, segment), changes
 
 
-def accept(offered: DataPosition, record: DataPosition, *, reason: str, when: str) -> DataPosition:
+def accept_data_change(offered: DataPosition, record: DataPosition, *, reason: str, when: str) -> DataPosition:
     """Where `record` stands, going on with the stream of `offered` although it is another; recorded as an edit.
 
     Equal streams need no accepting, and give what `offered.at(record)` gives.

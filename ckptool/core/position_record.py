@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptool.core import order, order_v1
 from ckptool.core.data_source import UNIT_KINDS, DataSource
-from ckptool.core.history import NOTHING
+from ckptool.core.history import NOTHING, UNKNOWN
 from ckptool.core.mixture import BLOCK_SLOTS
 from ckptool.core.position import RECORD_VERSION, DataPosition, Edit, Stretch
 from ckptool.core.segment import Segment
@@ -58,7 +58,8 @@ def _version_1(record: dict[str, Any], num_steps: int | None) -> DataPosition:
         num_steps = consumed // batch_size
     is_exact = num_steps * batch_size == consumed
     past = Stretch(consumed, num_steps, batch_size if is_exact else 0)
-    return DataPosition((segment,), (past,) if is_exact else (past, Stretch(0, 0, batch_size)))
+    stretches = (past,) if is_exact else (past, Stretch(0, 0, batch_size))
+    return DataPosition((segment,), stretches, history=UNKNOWN if consumed else NOTHING)
 
 
 def _version_2(record: dict[str, Any]) -> DataPosition:
@@ -72,7 +73,8 @@ def _version_2(record: dict[str, Any]) -> DataPosition:
     _check(bool(starts) and starts[0] == 0 and all(a < b for a, b in pairwise(starts)), "segments out of order")
     _check(bool(position.stretches) and position.global_batch_size > 0, "no stretches")
     _check(position.consumed == _count(record["consumed"]), "consumed is not what the stretches add up to")
-    _check(bool(re.fullmatch(f"[0-9a-f]{{{len(NOTHING)}}}", position.history)), "history is no digest")
+    is_digest = bool(re.fullmatch(f"[0-9a-f]{{{len(NOTHING)}}}", position.history))
+    _check(is_digest or position.history == UNKNOWN, "history is no digest")
     return position
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,11 +41,10 @@ class Segment:
     order_version: int = order.ORDER_VERSION
 
     def units(self, numbers: range) -> list[Unit]:
-        """The units with these numbers, none of which is before `start`."""
-        places = range(numbers.start - self.start + self.phase, numbers.stop - self.start + self.phase)
+        """The units with these numbers, which rise; none of them is before `start`."""
+        places = _shifted(numbers, self.phase - self.start)
         if len(self.sources) == 1:
-            done = self.done.get(self.sources[0].name, 0)
-            return self._units_of(0, range(places.start + done, places.stop + done))
+            return self._units_of(0, _shifted(places, self.done.get(self.sources[0].name, 0)))
         owners_and_counters = self._counters(places)
         counters: dict[int, list[int]] = {}
         for source, counter in owners_and_counters:
@@ -89,9 +89,11 @@ class Segment:
         found: list[tuple[int, int]] = []
         for block in range(places.start // BLOCK_SLOTS, -(-places.stop // BLOCK_SLOTS)):
             first = block * BLOCK_SLOTS
-            slots = slice(max(places.start - first, 0), min(places.stop - first, BLOCK_SLOTS))
-            owners, before = (part[slots] for part in self._layout(block))
-            found += [(s, done[s] + block * self.slots[s] + n) for s, n in zip(owners, before, strict=True)]
+            in_block = places[bisect_left(places, first) : bisect_left(places, first + BLOCK_SLOTS)]
+            owners, before = self._layout(block) if in_block else ([], [])
+            for slot in _shifted(in_block, -first):
+                source = owners[slot]
+                found.append((source, done[source] + block * self.slots[source] + before[slot]))
         return found
 
     def _layout(self, block: int) -> tuple[list[int], list[int]]:
@@ -112,3 +114,7 @@ class Segment:
         if self.order_version == order_v1.ORDER_VERSION:
             return [order_v1.unit_index(self.seed, epoch, source.num_units, place) for place in places]
         return order.unit_indices(self.seed, source.name, epoch, source.num_units, places)
+
+
+def _shifted(numbers: range, by: int) -> range:
+    return range(numbers.start + by, numbers.stop + by, numbers.step)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ckptool.core.data_source import DataSource
 from ckptool.core.mixture import BLOCK_SLOTS, block_layout, slots_of
 from ckptool.core.position import DataPosition
+from ckptool.core.position_edits import redefine
 from ckptool.errors import UsageError
 
 SOURCES = [DataSource("b", 100), DataSource("a", 70_000), DataSource("c", 7)]
@@ -60,6 +61,14 @@ def test_each_source_is_trained_in_its_own_order_without_gap(start, num_units):
         alone = DataPosition.begin([source], seq_len=8, seed=0, global_batch_size=4)
         expected = alone.units(range(before[source.name], after[source.name]))
         assert [unit for unit in units if unit.source == source.name] == expected
+
+
+@given(st.integers(0, 5000), st.integers(0, 3000), st.integers(1, 1500), st.sampled_from([1, 3]))
+def test_a_ranks_part_is_its_part_of_the_whole(start, num_units, step, num_sources):
+    position = mixed(SOURCES[:num_sources], dict.fromkeys("bac"[:num_sources], 1)).advance(700)
+    changed, _ = redefine(position, mixed(SOURCES[:1], None, seed=1).segment)
+    numbers = range(start, start + num_units)
+    assert changed.units(numbers[::step]) == changed.units(numbers)[::step]
 
 
 def test_every_block_holds_the_exact_shares_and_blocks_differ():

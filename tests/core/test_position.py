@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptool.core.data_source import DataSource
-from ckptool.core.history import NOTHING, add_histories, history_of
+from ckptool.core.history import NOTHING, UNKNOWN, Fed, add_histories, history_of
 from ckptool.core.position import DataPosition, Stretch, rank_units, step_units
 from ckptool.errors import DamagedError, MismatchError
 
@@ -42,13 +42,14 @@ def test_ranks_share_a_step_without_gap_or_overlap(consumed, batch_size, world_s
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 8)), min_size=1, max_size=6))
 def test_any_history_of_batch_and_world_sizes_feeds_the_one_stream(history):
-    position, fed, digests = POSITION, [], []
+    position, fed, digests = POSITION, [], [Fed(0)] * 3
     for num_steps, batch_size, world_size in history:
         position = position.with_batch_size(batch_size)
         for _ in range(num_steps):
             parts = [rank_units(position.next_units(), rank, world_size) for rank in range(world_size)]
             fed += sorted(g for part in parts for g in part)
-            digests += [history_of((g, position.unit(g)) for g in part) for part in parts]
+            for rank, part in enumerate(parts):
+                digests[rank % 3] = digests[rank % 3].plus((g, position.unit(g)) for g in part)
             position = position.advance()
     assert fed == list(range(position.consumed))
     assert position.num_steps == sum(num_steps for num_steps, _, _ in history)
@@ -63,6 +64,15 @@ def test_a_history_knows_units_trained_twice_or_never(num_units, left_out, doubl
     is_whole = sorted(numbers) == list(range(num_units))
     got, whole = (history_of((g, units[g]) for g in n) for n in (numbers, range(num_units)))
     assert (got == whole) == is_whole
+
+
+@pytest.mark.parametrize("fed", [range(7), range(9), [0, 1, 2, 3, 4, 5, 6, 7, 7]])
+def test_ranks_that_were_fed_another_number_of_units_than_the_position_counts_are_refused(fed):
+    parts = [Fed(0).plus((g, POSITION.unit(g)) for g in fed), Fed(0)]
+    with pytest.raises(MismatchError, match=f"fed {len(fed)} units, which is not what brings the position to 8"):
+        POSITION.advance().with_history(parts)
+    with pytest.raises(MismatchError):
+        POSITION.advance().with_history([Fed(0, 4), Fed(1, 4)])
 
 
 def test_golden_digest_of_a_history():
@@ -116,6 +126,7 @@ def test_the_record_is_canonical_and_comes_back():
 
 def test_a_record_of_version_1_goes_on_in_its_own_order():
     record = DataPosition.from_json(json.dumps(VERSION_1), "x", num_steps=3)
+    assert record.history == UNKNOWN
     assert (record.consumed, record.num_steps, record.cursor()) == (24, 3, [24, 1, 0, 0, 0, 0, 0, 0])
     resumed = POSITION.at(record)
     assert [unit.index for unit in resumed.units(range(24, 27))] == [75, 74, 96]

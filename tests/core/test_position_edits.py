@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptool.core.data_source import DataSource
 from ckptool.core.position import DataPosition
-from ckptool.core.position_edits import Jump, accept, jump, place_of, redefine
+from ckptool.core.position_edits import Jump, accept_data_change, jump, place_of, redefine
 from ckptool.errors import UsageError
 
 A, B, C = DataSource("a", 40, {"tokens": "x"}), DataSource("b", 90), DataSource("c", 11)
@@ -78,13 +78,13 @@ def test_a_definition_that_is_there_already_is_refused():
 def test_changed_data_is_accepted_with_a_reason_and_recorded():
     record = mixture(A).advance(2)
     offered = mixture(replace(A, fingerprint={"tokens": "y"}), batch=7)
-    position = accept(offered, record, reason="a typo was corrected", when="2026-01-01T00:00:00+00:00")
+    position = accept_data_change(offered, record, reason="a typo was corrected", when="2026-01-01T00:00:00+00:00")
     (edit,) = position.edits
     assert (edit.action, edit.unit, edit.step, edit.reason) == ("accept-data-change", 12, 2, "a typo was corrected")
     assert edit.changes == ("a.tokens x -> y", "a: 28 of 40 units of epoch 0 are left out")
     assert offered.at(position) == position
     assert DataPosition.from_json(position.to_json(), "x") == position
-    assert accept(mixture(A), record, reason="none", when="").edits == ()
+    assert accept_data_change(mixture(A), record, reason="none", when="").edits == ()
 
 
 @given(st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 50))

@@ -85,6 +85,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "root": root,
         "resume": "auto",
         "seed": 0,
+        "accept_data_change": "",
         "device": "cpu",
         "activation_checkpointing": "none",
         "compile": False,

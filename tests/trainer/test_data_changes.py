@@ -1,0 +1,104 @@
+"""Data that changed under a run is refused with what changed, or accepted with a reason; several sources are mixed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptool import DataPosition, MismatchError
+from ckptool.core.history import history_of
+from tests.trainer.tiny import read_lines, run
+
+
+@pytest.fixture(scope="module")
+def trained(pristine, tmp_path_factory) -> Path:
+    """Three steps of six units."""
+    root = tmp_path_factory.mktemp("trained") / "root"
+    shutil.copytree(pristine, root)
+    run(root, steps=3)
+    return root
+
+
+@pytest.fixture
+def root(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "root"))
+
+
+def position_of(checkpoint: Path) -> DataPosition:
+    return DataPosition.from_json((checkpoint / "data_position.json").read_text(), str(checkpoint))
+
+
+def append_a_file(text: Path) -> None:
+    (text / "zz.txt").write_text("a document more, and long enough for some windows of tokens")
+
+
+def swap_two_files(text: Path) -> None:
+    first, last = (text / "00.txt").read_text(), (text / "29.txt").read_text()
+    (text / "00.txt").write_text(last)
+    (text / "29.txt").write_text(first)
+
+
+def edit_one_byte(text: Path) -> None:
+    (text / "07.txt").write_text((text / "07.txt").read_text().replace("x", "w", 1))
+
+
+CHANGES = {append_a_file: "files.num_files 30 -> 31", swap_two_files: "files.files", edit_one_byte: "files.tokens"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_data_is_refused_with_the_difference(root, change):
+    change(root / "text")
+    with pytest.raises(MismatchError, match=CHANGES[change]):
+        run(root, steps=4)
+
+
+def test_changed_data_is_accepted_with_a_reason_that_later_checkpoints_keep(root):
+    before = position_of(root / "step-3")
+    append_a_file(root / "text")
+    run(root, steps=4, accept_data_change="more was written")
+    run(root, steps=5)
+    after = position_of(root / "step-5")
+    (edit,) = after.edits
+    assert (edit.action, edit.reason, edit.unit, edit.step) == ("accept-data-change", "more was written", 18, 3)
+    assert "files.num_files 30 -> 31" in edit.changes
+    assert after.units(range(18)) == before.units(range(18))
+    assert {unit.epoch for unit in after.units(range(18, 30))} == {1}
+    assert after.history == history_of(enumerate(after.units(range(30))))
+
+
+def test_a_checkpoint_proves_its_history_over_a_changed_batch_size(root):
+    run(root, steps=5, global_batch_size=4)
+    position = position_of(root / "step-5")
+    assert (position.consumed, position.num_steps) == (26, 5)
+    assert position.history == history_of(enumerate(position.units(range(26))))
+
+
+def mixture(root: Path, **weights: float) -> tuple[str, ...]:
+    """Two sources, `text` and `other`, in a TOML file."""
+    (root / "other.txt").write_text("quite another text, " * 20)
+    text = ""
+    for name, path in [("text", root / "text"), ("other", root / "other.txt")]:
+        text += f'[[source]]\nname = "{name}"\npath = "{path}"\n'
+        text += f"weight = {weights[name]}\n"
+    (root / "mix.toml").write_text(text)
+    return (str(root / "mix.toml"),)
+
+
+def test_sources_are_mixed_by_their_weights_and_resume_in_their_places(pristine, tmp_path):
+    root = Path(shutil.copytree(pristine, tmp_path / "root"))
+    data = mixture(root, text=3, other=1)
+    run(root, steps=2, data=data)
+    run(root, steps=4, data=data, global_batch_size=5)
+    position = position_of(root / "step-4")
+    assert position.consumed == 22
+    assert position.segment.slots == (256, 768)
+    assert {unit.source for unit in position.units(range(22))} == {"text", "other"}
+    assert position.history == history_of(enumerate(position.units(range(22))))
+    assert [line["units"] for line in read_lines(root / "samples.jsonl")][2:] == [
+        list(range(12, 17)),
+        list(range(17, 22)),
+    ]
+    with pytest.raises(MismatchError, match="slots of other 256 -> 512; slots of text 768 -> 512"):
+        run(root, steps=5, data=mixture(root, text=1, other=1))
+    run(root, steps=5, data=mixture(root, text=1, other=1), accept_data_change="more of the other")
+    assert [segment.slots for segment in position_of(root / "step-5").segments] == [(256, 768), (512, 512)]
