@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckptool.errors import UnsupportedError as UnsupportedError
     from ckptool.errors import UsageError as UsageError
     from ckptool.formats.dcp_metadata import read_manifest
+    from ckptool.formats.dcp_reader import StorageReader as StorageReader
     from ckptool.naming.meta_model import read_config as read_config
     from ckptool.ops.diff import diff as diff
     from ckptool.ops.export import export as export
@@ -56,6 +57,7 @@ _HOMES = {
     "Naming": "ckptool.core.provenance",
     "Provenance": "ckptool.core.provenance",
     "open_checkpoint": "ckptool.formats.dcp_metadata:read_manifest",
+    "StorageReader": "ckptool.formats.dcp_reader",
     "import_hf": "ckptool.ops.import_hf",
     "export": "ckptool.ops.export",
     "prune": "ckptool.ops.prune",
@@ -79,6 +81,7 @@ __all__ = [
     "Naming",
     "NotFoundError",
     "Provenance",
+    "StorageReader",
     "TargetExistsError",
     "UnsupportedError",
     "UsageError",

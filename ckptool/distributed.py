@@ -117,7 +117,7 @@ def load(
                 no_dist=not ranks.is_distributed,
             )
         if digests is not None:
-            check_loaded(checkpoint, digests, reader.read, ranks, action)
+            check_loaded(checkpoint, digests, reader.digests(), ranks, action)
 
 
 def _write(state_dict: dict[str, Any], writer: SaveWriter, ranks: Ranks, action: str) -> None:

@@ -24,7 +24,7 @@ LAYERS = (
     {"errors"},
 )
 EAGER_TORCH_PARTS = {"naming", "engine", "distributed", "ranks", "template", "load_check"}
-EAGER_TORCH_FILES = {"formats/dcp_adapters.py"}
+EAGER_TORCH_FILES = {"formats/dcp_adapters.py", "formats/dcp_reader.py"}
 MAX_LINES = 500
 HELP_SECONDS = 0.4
 
@@ -150,6 +150,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "Naming",
         "NotFoundError",
         "Provenance",
+        "StorageReader",
         "TargetExistsError",
         "UnsupportedError",
         "UsageError",

@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptool
+from ckptool.core.checkpoint import Manifest
 from ckptool.core.data_source import DataSource
 from ckptool.core.position import DataPosition
+from ckptool.core.tensors import TensorEntry
 from ckptool.errors import CkptoolError, DistributedError, MismatchError, TargetExistsError, UnsafeError
+from ckptool.formats.dcp_adapters import uneven_reads
 from tests.spawn import run_ranks
 
 UNEVEN_ROWS = (6, 5, 1)
@@ -276,12 +281,66 @@ def load_flipped(rank: int, folder: str) -> str:
     return ": ".join(error_of(lambda: ckptool.load(state, Path(folder))))
 
 
-def test_a_flipped_bit_is_found_by_ranks_that_each_read_a_part(tmp_path: Path) -> None:
+def flipped(folder: Path, place: int) -> str:
+    """A checkpoint of 64 x 32 numbers, of which one has changed; its data file."""
     weights = torch.arange(64 * 32, dtype=torch.float32).reshape(64, 32)
-    ckptool.save({"w": weights}, tmp_path / "a", provenance=ckptool.Provenance("test"))
-    (file,) = (tmp_path / "a").glob("*.distcp")
+    ckptool.save({"w": weights}, folder, provenance=ckptool.Provenance("test"))
+    (file,) = folder.glob("*.distcp")
     raw = bytearray(file.read_bytes())
-    raw[raw.index(weights.numpy().tobytes()) + 5001] ^= 1
+    raw[raw.index(weights.numpy().tobytes()) + place] ^= 1
     file.write_bytes(raw)
+    return file.name
+
+
+def test_a_flipped_bit_is_found_by_ranks_that_each_read_a_part(tmp_path: Path) -> None:
+    name = flipped(tmp_path / "a", 5001)
     for outcome in run_ranks(3, load_flipped, str(tmp_path / "a")):
-        assert outcome.startswith("DamagedError: w has changed since it was written") and file.name in outcome
+        assert outcome.startswith("DamagedError: w has changed since it was written") and name in outcome
+
+
+def load_on_two_of_three(rank: int, folder: str) -> str:
+    """The tensor is split over three ranks, of which two load: what they read can't be held against its digest."""
+    mesh = init_device_mesh("cpu", (3,))
+    group = torch.distributed.new_group([0, 1])
+    if rank == 2:
+        return "not asked"
+    state = {"w": distribute_tensor(torch.zeros(64, 32), mesh, [Shard(0)], src_data_rank=None)}
+    outcome = ": ".join(filter(None, error_of(lambda: ckptool.load(state, Path(folder), process_group=group))))
+    expected = torch.arange(64 * 32, dtype=torch.float32).reshape(64, 32)[22 * rank : 22 * rank + 22]
+    return outcome or ("equal" if torch.equal(state["w"].to_local(), expected) else "different")
+
+
+def test_a_part_of_a_tensor_is_checked_by_the_checksums_of_its_chunks(tmp_path: Path) -> None:
+    weights = torch.arange(64 * 32, dtype=torch.float32).reshape(64, 32)
+    ckptool.save({"w": weights}, tmp_path / "good", provenance=ckptool.Provenance("test"))
+    assert run_ranks(3, load_on_two_of_three, str(tmp_path / "good")) == ["equal", "equal", "not asked"]
+    name = flipped(tmp_path / "bad", 5001)
+    for outcome in run_ranks(3, load_on_two_of_three, str(tmp_path / "bad"))[:2]:
+        assert outcome.startswith("DamagedError") and name in outcome and "checksum mismatch" in outcome
+
+
+def plan(*reads: tuple[int, int]) -> LoadPlan:
+    """A plan that reads rows (first, number) of a tensor of 8 x 2 in two chunks of four rows."""
+    items = []
+    for first, number in reads:
+        index = MetadataIndex("w", (first // 4 * 4, 0), first // 4)
+        lengths, place = torch.Size([number, 2]), torch.Size([first % 4, 0])
+        items.append(ReadItem(LoadItemType.TENSOR, index, torch.Size([0, 0]), index, place, lengths))
+    return LoadPlan(items)
+
+
+@pytest.mark.parametrize(
+    ("plans", "is_even"),
+    [
+        ([plan((0, 4), (4, 4))], True),
+        ([plan((0, 3)), plan((3, 1), (4, 4))], True),
+        ([plan((0, 4)), plan((0, 4)), plan((4, 4)), plan((4, 4))], True),
+        ([plan((0, 4))], False),
+        ([plan((0, 4)), plan((0, 4))], False),  # as many elements as the tensor has
+        ([plan((0, 4), (4, 4)), plan((4, 4))], False),
+        ([plan((0, 4), (4, 4)), plan((0, 2), (2, 2), (4, 4))], False),  # even, but not seen to be
+    ],
+)
+def test_reads_that_do_not_add_up_are_known_before(plans: list[LoadPlan], is_even: bool) -> None:
+    manifest = Manifest("x", {"w": TensorEntry("w", "float32", (8, 2), ())})
+    assert uneven_reads(plans, manifest) == (frozenset() if is_even else {"w"})

@@ -6,14 +6,14 @@ one that can't be pickled would leave those waiting for ever.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import copyreg
 import dataclasses
 import io
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future as ParallelResult
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -35,15 +35,18 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from ckptool.core.box import Box
-from ckptool.errors import CkptoolError
-from ckptool.formats.dcp_source import DcpSource, load_blob
-from ckptool.formats.dcp_torch import commit, stamp_version, to_torch_metadata
+from ckptool.core.box import Box, exact_cover_fault
+from ckptool.core.checkpoint import Manifest
+from ckptool.core.tensors import Chunk
+from ckptool.formats.dcp_reader import SourceReader, plain_errors
+from ckptool.formats.dcp_source import DcpSource, element_view, load_blob, slices
+from ckptool.formats.dcp_torch import commit, stamp_version
 from ckptool.formats.tensor_digest import digest_tensor
 from ckptool.storage.digest import TensorDigest, digest_box
 from ckptool.storage.digests_file import FileDigest
-from ckptool.storage.files import explain_os_error
 from ckptool.storage.hashing import HashingFile
+
+_PIECE_BYTES = 16 << 20
 
 
 def _reduce_frame(frame: traceback.FrameSummary) -> tuple[Any, ...]:
@@ -53,30 +56,6 @@ def _reduce_frame(frame: traceback.FrameSummary) -> tuple[Any, ...]:
 # DCP pickles an error together with its stack. From Python 3.13 on a stack's frames hold code objects, which can't be
 # pickled; torch before 2.13 sends them all the same, and the other ranks then wait for ever.
 copyreg.pickle(traceback.FrameSummary, _reduce_frame)
-
-
-@contextlib.contextmanager
-def plain_errors(path: Path) -> Iterator[None]:
-    """Let only errors out that survive being pickled to another rank."""
-    try:
-        yield
-    except CkptoolError:
-        raise
-    except OSError as error:
-        raise explain_os_error(error, error.filename or path) from None
-    except Exception as error:
-        refused = _os_error_behind(error)
-        if refused is not None:
-            raise explain_os_error(refused, refused.filename or path) from None
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
-
-
-def _os_error_behind(error: BaseException) -> OSError | None:
-    """The disk's own complaint: torch.save puts one about its half-written archive over it."""
-    behind = error.__context__
-    while behind is not None and not isinstance(behind, OSError):
-        behind = behind.__context__
-    return behind
 
 
 @dataclasses.dataclass
@@ -189,56 +168,81 @@ class SaveStatePlanner(DefaultSavePlanner):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
 
-class LoadReader(FileSystemReader):
-    """Reads through DcpSource: metadata by the allow-list, and of the chunks only what a rank needs."""
+class LoadReader(SourceReader):
+    """Adds up the digest of what it reads, beside the reading, for a comparison over all ranks.
+
+    Tensors that the ranks together don't read equally often in every element can't be compared; of those whole chunks
+    are read, and their CRC checked.
+    """
 
     def __init__(self, source: DcpSource) -> None:
-        super().__init__(source.manifest.location)
-        self._source = source
-        #: Per canonical fqn, the digest of what was read, and how many elements that is.
-        self.read: dict[str, tuple[TensorDigest, int]] = {}
-        self._adding: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._adding.set_result(None)
+        super().__init__(source, allow_cast=True)
+        self._has_digests = not source.check_crc
+        self._uneven: frozenset[str] = frozenset()
+        self._thread = ThreadPoolExecutor(1, "digest")
+        self._parts: list[tuple[str, int, ParallelResult[TensorDigest]]] = []
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = to_torch_metadata(self._source.manifest)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """On rank 0, which sees what all ranks will read."""
+        uneven = uneven_reads(plans, self._source.manifest) if self._has_digests else frozenset()
+        return [dataclasses.replace(plan, storage_data=uneven) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        location = Path(self._source.manifest.location)
-        with plain_errors(location), concurrent.futures.ThreadPoolExecutor(1, "digest") as adder:
-            for item in plan.items:
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(self._source.read_object(item.storage_index.fqn)))
-                else:
-                    self._read_tensor(item, planner, adder)
-            self._adding.result()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        self._uneven = plan.storage_data or frozenset()
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self._thread.shutdown()
 
-    def _read_tensor(self, item: ReadItem, planner: LoadPlanner, adder: concurrent.futures.Executor) -> None:
-        fqn, chunk_offsets = item.storage_index.fqn, item.storage_index.offset or ()
-        offsets = tuple(a + b for a, b in zip(chunk_offsets, item.storage_offsets, strict=True))
-        box = Box(offsets, tuple(item.lengths))
-        target = planner.resolve_tensor(item).detach()
-        if box.num_elements:
-            stored = torch.empty(box.sizes, dtype=getattr(torch, self._source.manifest.tensors[fqn].dtype))
-            data = memoryview(stored.reshape(-1).view(torch.uint8).numpy().data)
-            self._source.read_into(fqn, box, data)
-            # One at a time, beside the reading: two boxes in memory at most.
-            self._adding.result()
-            self._adding = adder.submit(self._add_up, fqn, box, data)
-            target.copy_(stored)
-        planner.commit_tensor(item, target)
+    def _fill(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
+        if fqn in self._uneven:
+            self._fill_checked(fqn, chunk, box, data)
+            return
+        super()._fill(fqn, chunk, box, data)
+        if self._has_digests:
+            entry = self._source.manifest.tensors[fqn]
+            part = self._thread.submit(digest_box, data, box, entry.shape, entry.itemsize_bytes)
+            self._parts.append((self._source.manifest.ties.get(fqn, fqn), box.num_elements, part))
 
-    def _add_up(self, fqn: str, box: Box, data: memoryview) -> None:
+    def _fill_checked(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
+        """Read the whole chunk, a few rows at a time, which lets the source compare its CRC; keep what is asked for."""
         entry = self._source.manifest.tensors[fqn]
-        canonical = self._source.manifest.ties.get(fqn, fqn)
-        digest, num_elements = self.read.get(canonical, (TensorDigest(), 0))
-        digest += digest_box(data, box, entry.shape, entry.itemsize_bytes)
-        self.read[canonical] = (digest, num_elements + box.num_elements)
+        row_bytes = chunk.box.num_elements * entry.itemsize_bytes // (chunk.box.sizes[0] if chunk.box.sizes else 1)
+        wanted = element_view(data, box.sizes, entry.itemsize_bytes)
+        self._source.check_crc = True
+        for rows in chunk.box.split_rows(max(1, _PIECE_BYTES // row_bytes)):
+            buffer = memoryview(bytearray(rows.num_elements * entry.itemsize_bytes))
+            self._source.read_chunk_into(fqn, chunk, rows, buffer)
+            common = rows.intersect(box)
+            if common is not None:
+                stored = element_view(buffer, rows.sizes, entry.itemsize_bytes)
+                wanted[slices(common.local_to(box))].copy_(stored[slices(common.local_to(rows))])
+        self._source.check_crc = False
+
+    def digests(self) -> dict[str, tuple[TensorDigest, int]]:
+        """Per canonical fqn, the digest of what was read, and how many elements that is."""
+        read: dict[str, tuple[TensorDigest, int]] = {}
+        for fqn, num_elements, part in self._parts:
+            digest, num_before = read.get(fqn, (TensorDigest(), 0))
+            read[fqn] = (digest + part.result(), num_before + num_elements)
+        return read
+
+
+def uneven_reads(plans: Sequence[LoadPlan], manifest: Manifest) -> frozenset[str]:
+    """The tensors whose elements the ranks together don't all read equally often."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    boxes: dict[str, Box] = {}
+    for item in (item for plan in plans for item in plan.items if item.type == LoadItemType.TENSOR):
+        index = item.storage_index
+        offsets = tuple(a + b for a, b in zip(index.offset or (), item.storage_offsets, strict=True))
+        box = Box(offsets, tuple(item.lengths))
+        counts[index.fqn][str(box)] += 1
+        boxes[str(box)] = box
+    return frozenset(
+        fqn
+        for fqn, times in counts.items()
+        if len(set(times.values())) > 1 or exact_cover_fault([boxes[key] for key in times], manifest.tensors[fqn].shape)
+    )
 
 
 class LoadStatePlanner(DefaultLoadPlanner):

@@ -52,6 +52,10 @@ class DcpSource:
             if common is not None:
                 self._read_part(entry, chunk, common, box, out.cast("B"))
 
+    def read_chunk_into(self, fqn: str, chunk: Chunk, box: Box, out: memoryview) -> None:
+        """As `read_into`, of a box that lies in one stored chunk, which the caller has found."""
+        self._read_part(self.manifest.tensors[fqn], chunk, box, box, out.cast("B"))
+
     def read_object(self, fqn: str) -> bytes:
         """The stored `torch.save` blob of an object entry."""
         locator = self.manifest.objects[fqn].locator
@@ -73,26 +77,26 @@ class DcpSource:
         source, target = common.local_to(chunk.box), common.local_to(box)
         if not stored.is_contiguous:
             stored_view = self._strided_view(locator, stored, itemsize)
-            _element_view(out, box.sizes, itemsize)[_slices(target)].copy_(stored_view[_slices(source)])
+            element_view(out, box.sizes, itemsize)[slices(target)].copy_(stored_view[slices(source)])
         elif source.is_contiguous_in(chunk.box.sizes) and target.is_contiguous_in(box.sizes):
             start = target.flat_start(box.sizes) * itemsize
             part = out[start : start + common.num_elements * itemsize]
             self._read_run(locator, stored, source.flat_start(chunk.box.sizes) * itemsize, part, itemsize)
         else:
-            self._read_rows(locator, stored, source, target, _element_view(out, box.sizes, itemsize))
+            self._read_rows(locator, stored, source, target, element_view(out, box.sizes, itemsize))
 
     def _read_rows(self, locator: Locator, stored: StoredTensor, source: Box, target: Box, out: Tensor) -> None:
         """Read the rows of the chunk that `source` touches, a piece at a time, and copy their part to `target`."""
         itemsize = out.shape[-1]
         row_elements = Box.whole(stored.shape[1:]).num_elements
         rows_at_once = max(1, _PIECE_BYTES // (row_elements * itemsize))
-        columns = _slices(source)[1:]
+        columns = slices(source)[1:]
         for piece, place in zip(source.split_rows(rows_at_once), target.split_rows(rows_at_once), strict=True):
             num_rows = piece.sizes[0]
             buffer = memoryview(bytearray(num_rows * row_elements * itemsize))
             self._read_run(locator, stored, piece.offsets[0] * row_elements * itemsize, buffer, itemsize)
-            rows = _element_view(buffer, (num_rows, *stored.shape[1:]), itemsize)
-            out[_slices(place)].copy_(rows[(slice(None), *columns)])
+            rows = element_view(buffer, (num_rows, *stored.shape[1:]), itemsize)
+            out[slices(place)].copy_(rows[(slice(None), *columns)])
 
     def _read_run(self, locator: Locator, stored: StoredTensor, start: int, out: memoryview, itemsize: int) -> None:
         """Read contiguous bytes of the tensor, from its byte `start` on."""
@@ -193,11 +197,12 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of a box's elements in a tensor."""
     return tuple(slice(start, end) for start, end in zip(box.offsets, box.ends, strict=True))
 
 
-def _element_view(buffer: memoryview, shape: tuple[int, ...], itemsize: int) -> Tensor:
+def element_view(buffer: memoryview, shape: tuple[int, ...], itemsize: int) -> Tensor:
     """The buffer as a uint8 tensor of `shape + (itemsize,)`: elements are moved without knowing their dtype."""
     import torch
 

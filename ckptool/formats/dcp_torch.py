@@ -33,13 +33,20 @@ def to_torch_metadata(manifest: Manifest) -> Metadata:
         entries[fqn] = BytesStorageMetadata()
         places[MetadataIndex(fqn)] = _storage_info(item.locator, fqn)
     for fqn, entry in manifest.tensors.items():
-        chunks = [chunk for chunk in entry.chunks if chunk.locator is not None or chunk.box.num_elements]
+        chunks = stored_chunks(entry)
         entries[fqn] = _tensor_metadata(entry, chunks)
         for i, chunk in enumerate(chunks):
             places[MetadataIndex(fqn, chunk.box.offsets, i)] = _storage_info(chunk.locator, fqn)
     metadata = Metadata(entries, dict(manifest.paths), places, StorageMeta())
     stamp_version(metadata)
     return metadata
+
+
+def stored_chunks(entry: TensorEntry) -> Sequence[Chunk]:
+    """The chunks that torch's metadata lists: all but the empty ones that nobody stored."""
+    if all(chunk.locator is not None for chunk in entry.chunks):
+        return entry.chunks
+    return [chunk for chunk in entry.chunks if chunk.locator is not None or chunk.box.num_elements]
 
 
 def add_aliases(metadata: Metadata, ties: Mapping[str, str]) -> None:

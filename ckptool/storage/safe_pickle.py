@@ -148,7 +148,8 @@ class _Unpickler(pickle.Unpickler):
         dialect: Dialect = OUR_DICTS,
     ) -> None:
         # The C unpickler takes large pieces of a file that it can peek into, and single bytes of any other.
-        super().__init__(io.BufferedReader(_Parts(rewrite_dicts(raw, location, dialect)), _BUFFER_BYTES))
+        parts = _Parts(rewrite_dicts(raw, location, dialect))
+        super().__init__(io.BufferedReader(parts, min(_BUFFER_BYTES, len(raw) + 1)))
         self._known = known
         self._location = location
         self._persistent_load = persistent_load

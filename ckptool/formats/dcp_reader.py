@@ -1,0 +1,169 @@
+"""A reader for `torch.distributed.checkpoint.load` that trusts nothing and copies little.
+
+torch's own FileSystemReader loads every stored chunk that it touches whole, copies the part that it needs, and
+unpickles what it is given. This one reads the bytes that are needed, into the tensor that wants them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+from ckptool.core.box import Box
+from ckptool.core.tensors import Chunk
+from ckptool.errors import CkptoolError, DamagedError, MismatchError
+from ckptool.formats.dcp_source import DcpSource, load_blob
+from ckptool.formats.dcp_torch import stored_chunks, to_torch_metadata
+from ckptool.storage.files import explain_os_error
+
+
+@contextlib.contextmanager
+def plain_errors(path: Path) -> Iterator[None]:
+    """Let only errors out that survive being pickled to another rank."""
+    try:
+        yield
+    except CkptoolError:
+        raise
+    except OSError as error:
+        raise explain_os_error(error, error.filename or path) from None
+    except Exception as error:
+        refused = _os_error_behind(error)
+        if refused is not None:
+            raise explain_os_error(refused, refused.filename or path) from None
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+def _os_error_behind(error: BaseException) -> OSError | None:
+    """The disk's own complaint: torch.save puts one about its half-written archive over it."""
+    behind = error.__context__
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__context__
+    return behind
+
+
+class SourceReader(TorchStorageReader):
+    """Reads from an open checkpoint. Of a chunk only the bytes that are asked for, in the order of the file."""
+
+    def __init__(self, source: DcpSource, allow_cast: bool = False) -> None:
+        super().__init__()
+        self._source = source
+        self._allow_cast = allow_cast
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self._source.manifest.location
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Go on with another checkpoint. Raises as `StorageReader` does."""
+        if checkpoint_id is not None and Path(checkpoint_id) != Path(self.checkpoint_id):
+            self._source.close()
+            self._source = _open(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata = to_torch_metadata(self._source.manifest)
+        metadata.storage_meta = StorageMeta()
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return Path(checkpoint_id).is_dir()
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        with plain_errors(Path(self.checkpoint_id)):
+            reads = [(item, self._chunk_of(item)) for item in plan.items if item.type != LoadItemType.BYTE_IO]
+            for item, chunk in sorted(reads, key=_place):
+                self._read_tensor(item, chunk, planner)
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    blob = self._source.read_object(item.storage_index.fqn)
+                    # torch's planner unpickles it without restrictions.
+                    load_blob(blob, f"{self.checkpoint_id}: {item.storage_index.fqn}")
+                    planner.load_bytes(item, io.BytesIO(blob))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _chunk_of(self, item: ReadItem) -> Chunk:
+        """The stored chunk that a read is from, found by its number in the metadata that the planner was given."""
+        fqn, offsets, number = item.storage_index.fqn, tuple(item.storage_index.offset or ()), item.storage_index.index
+        chunks = stored_chunks(self._source.manifest.tensors[fqn])
+        if number is not None and number < len(chunks) and chunks[number].box.offsets == offsets:
+            return chunks[number]
+        for chunk in chunks:
+            if chunk.box.offsets == offsets:
+                return chunk
+        raise DamagedError(f"{self.checkpoint_id}: {fqn} has no chunk at {list(offsets)}")
+
+    def _read_tensor(self, item: ReadItem, chunk: Chunk, planner: LoadPlanner) -> None:
+        fqn = item.storage_index.fqn
+        offsets = tuple(a + b for a, b in zip(chunk.box.offsets, item.storage_offsets, strict=True))
+        box = Box(offsets, tuple(item.lengths))
+        target = planner.resolve_tensor(item).detach()
+        dtype = getattr(torch, self._source.manifest.tensors[fqn].dtype)
+        if tuple(target.shape) != box.sizes:
+            raise MismatchError(f"{fqn}: a read of {list(box.sizes)} elements into a tensor of {list(target.shape)}")
+        if target.dtype != dtype and not self._allow_cast:
+            raise MismatchError(
+                f"{fqn} is {dtype} in the checkpoint, {target.dtype} here",
+                hint="StorageReader(path, allow_cast=True) loads it into another dtype",
+            )
+        if box.num_elements:
+            direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
+            stored = target if direct else torch.empty(box.sizes, dtype=dtype)
+            self._fill(fqn, chunk, box, memoryview(stored.reshape(-1).view(torch.uint8).numpy().data))
+            if not direct:
+                target.copy_(stored)
+        planner.commit_tensor(item, target)
+
+    def _fill(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
+        """Read the part `box` of a tensor, which lies in `chunk`, into `data`."""
+        self._source.read_chunk_into(fqn, chunk, box, data)
+
+
+class StorageReader(SourceReader):
+    """Reads a checkpoint folder of any writer for `torch.distributed.checkpoint.load`:
+
+        dcp.load(state_dict, storage_reader=ckptool.StorageReader(path))
+
+    `.metadata` is read through an allow-list, objects only when they are plain data, and a tensor that the chunks don't
+    cover exactly once is refused. A tensor of another dtype is refused unless `allow_cast`. What the bytes are is not
+    checked: `ckptool.load` does that too.
+
+    Raises NotFoundError, DamagedError or UnsafeError for a checkpoint that can't be read; errors of `dcp.load` come in its
+    CheckpointException.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, allow_cast: bool = False) -> None:
+        super().__init__(_open(path), allow_cast)
+
+
+def _open(path: str | os.PathLike) -> DcpSource:
+    source = DcpSource(Path(path))
+    source.check_crc = False
+    return source
+
+
+def _place(read: tuple[ReadItem, Chunk]) -> tuple[str, int, tuple[int, ...]]:
+    """Where a read begins: by file, chunk and place in the chunk."""
+    item, chunk = read
+    file, offset = (chunk.locator.file, chunk.locator.offset) if chunk.locator else ("", 0)
+    return file, offset, tuple(item.storage_offsets)
