@@ -78,6 +78,10 @@ class Layout:
                     hint="ckptool inspect lists their names",
                 )
 
+    def own_rank(self, fqn: str) -> int | None:
+        """The rank that an entry is of by its name: 3 for `rng.rank_3`; None for parameters and for most others."""
+        return None if fqn in self._parameters else _rank_in(fqn)
+
     def _names(self, fqn: str) -> tuple[str, ...]:
         parameter = self._parameters.get(fqn)
         return (fqn,) if parameter is None else (parameter, fqn)
@@ -126,10 +130,11 @@ def parameters(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """fqn -> name of its parameter, for parameters and for optimizer state of the same shape.
 
     Parameters are the tensors of the section `model`, wherever in the fqn that stands first; in a checkpoint without
-    one, all tensors. An optimizer's tensor has its parameter's name in its own, before the last part.
+    one, all tensors but those of one rank. An optimizer's tensor has its parameter's name in its own, before the last
+    part.
     """
     named = {fqn: name for fqn in tensors if (name := _in_model(fqn))}
-    named = named or {fqn: fqn for fqn in tensors}
+    named = named or {fqn: fqn for fqn in tensors if _rank_in(fqn) is None}
     shapes = {name: tensors[fqn].shape for fqn, name in named.items()}
     found = {}
     for fqn, entry in tensors.items():
@@ -139,6 +144,11 @@ def parameters(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
         if parameter is not None:
             found[fqn] = parameter
     return found
+
+
+def _rank_in(fqn: str) -> int | None:
+    found = re.search(r"(?:^|[._])rank[._-]?(\d{1,6})(?:[._]|$)", fqn)
+    return int(found[1]) if found else None
 
 
 def _in_model(fqn: str) -> str:

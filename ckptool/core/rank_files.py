@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import re
 from collections.abc import Iterable, Iterator
 
 from ckptool.core.box import Box
@@ -18,15 +18,15 @@ Stored = list[tuple[Box, int]]
 def assign(tensors: Iterable[TensorEntry], layout: Layout, max_piece_bytes: int) -> dict[str, Stored]:
     """fqn -> the boxes to store, each with the rank in whose file it goes.
 
-    No box goes beyond what one rank holds. What several ranks hold is stored with the one whose name says so (see
-    `own_rank`), else with the one that has least so far. See `pieces` for `max_piece_bytes`.
+    No box goes beyond what one rank holds. What several ranks hold is stored with the one whose name says so
+    (`Layout.own_rank`), else with the one that has least so far. See `pieces` for `max_piece_bytes`.
     """
     loads = [0] * layout.mesh.world_size
     assigned = {}
     for entry in tensors:
         stored: Stored = []
         for held in split(entry.shape, layout.mesh, layout.placements[entry.fqn]):
-            own = own_rank(entry.fqn)
+            own = layout.own_rank(entry.fqn)
             rank = own if own in held.ranks else min(held.ranks, key=loads.__getitem__)
             for box in held.boxes:
                 loads[rank] += box.num_elements * entry.itemsize_bytes
@@ -37,15 +37,10 @@ def assign(tensors: Iterable[TensorEntry], layout: Layout, max_piece_bytes: int)
     return assigned
 
 
-def own_rank(fqn: str) -> int | None:
-    """The rank that an entry is of by its name: 3 for `rng.rank_3`, None for most."""
-    found = re.search(r"(?:^|[._])rank[._-]?(\d{1,6})(?:[._]|$)", fqn)
-    return int(found[1]) if found else None
-
-
-def pieces(box: Box, shape: tuple[int, ...], max_elements: int) -> Iterator[Box]:
+@functools.lru_cache(maxsize=1 << 14)
+def pieces(box: Box, shape: tuple[int, ...], max_elements: int) -> tuple[Box, ...]:
     """Cut a box so that each piece's band has at most `max_elements`: boxes side by side are then read together."""
-    yield from _cut(box, shape, 0, max_elements)
+    return tuple(_cut(box, shape, 0, max_elements))
 
 
 def _cut(box: Box, shape: tuple[int, ...], dim: int, max_elements: int) -> Iterator[Box]:

@@ -18,7 +18,7 @@ from ckptool.core.interfaces import Progress
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import Mesh
 from ckptool.core.plan import Plan, Result
-from ckptool.core.rank_files import Stored, assign, band, own_rank
+from ckptool.core.rank_files import Stored, assign, band
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import DamagedError, NotFoundError
 from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, PROVENANCE_FILE, read_manifest
@@ -172,7 +172,7 @@ def _rewrite(
         rank_of=lambda fqn, box: ranks[fqn, box],
     )
     for fqn in job.manifest.objects:
-        own = own_rank(fqn) or 0
+        own = job.layout.own_rank(fqn) or 0
         sink.write_object(fqn, _read_object(source, fqn), own if own < job.layout.mesh.world_size else 0)
     engine.run(_by_rank_groups(plan, ranks), BandSource(source), sink, report)
 
@@ -241,7 +241,7 @@ def _check_digests(staging: Path, job: _Job) -> None:
 def _rank_notes(job: _Job) -> tuple[str, ...]:
     """What becomes of entries that are of one rank each, such as states of random number generators."""
     world_size = job.layout.mesh.world_size
-    owners = {own_rank(fqn) for fqn in (*job.manifest.tensors, *job.manifest.objects)} - {None}
+    owners = {job.layout.own_rank(fqn) for fqn in (*job.manifest.tensors, *job.manifest.objects)} - {None}
     gone = sorted(rank for rank in owners if rank is not None and rank >= world_size)
     new = [rank for rank in range(world_size) if rank not in owners]
     notes = []

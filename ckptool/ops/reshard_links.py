@@ -11,6 +11,7 @@ from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import Mesh, Placement, split
+from ckptool.errors import StorageError
 from ckptool.formats.dcp_torch import add_aliases, commit, to_torch_metadata, write_metadata
 from ckptool.storage.digests_file import Digests
 from ckptool.storage.files import os_errors, safe_join
@@ -44,13 +45,18 @@ def link_checkpoint(path: Path, staging: Path, manifest: Manifest, digests: Dige
     """Give the data files of `path` a second name in `staging`, and describe them there anew, their digests kept.
 
     A checkpoint without digests gets none: nothing of it was read. Raises StorageError when the filesystem has no hard
-    links.
+    links, or the system allows none to files of others.
     """
-    with os_errors(staging):
-        for name in manifest.files:
-            link = safe_join(staging, name)
+    for name in manifest.files:
+        file, link = safe_join(path, name), safe_join(staging, name)
+        with os_errors(staging):
             link.parent.mkdir(parents=True, exist_ok=True)
-            os.link(safe_join(path, name), link)
+        try:
+            os.link(file, link)
+        except OSError as error:
+            raise StorageError(
+                f"{file} can't have a second name: {error.strerror}", hint="--rewrite writes files of its own"
+            ) from error
     tensors = {fqn: entry for fqn, entry in manifest.tensors.items() if fqn not in manifest.ties}
     metadata = to_torch_metadata(dataclasses.replace(manifest, tensors=tensors))
     if digests is None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ckptool.core.box import Box, exact_cover_fault
 from ckptool.core.layout import WHOLE_BYTES, Layout, Rule, parameters
 from ckptool.core.mesh import Mesh, Replicate, Shard, split
-from ckptool.core.rank_files import assign, band, own_rank, pieces
+from ckptool.core.rank_files import assign, band, pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, UsageError
 
@@ -53,6 +53,7 @@ def test_an_optimizers_state_has_the_placements_of_its_parameter() -> None:
         ({"model.model.w": (2,), "optim.state.model.w.exp_avg": (2,)}, {"model.w"}),
         ({"model.w": (2,), "optimizer.state.w.exp_avg": (2,)}, {"w"}),
         ({"w": (2,), "optim.state.w.exp_avg": (2,)}, {"w"}),
+        ({"w": (2,), "v": (3,)}, {"w", "v"}),
     ],
 )
 def test_parameters_are_found_wherever_the_model_is(names: dict[str, tuple[int, ...]], expected: set[str]) -> None:
@@ -110,4 +111,7 @@ def test_pieces_cover_their_box_and_their_bands_are_small_runs(
     [("rng.rank_3", 3), ("rng.rank00012", 12), ("rank-4.rng", 4), ("lora.rank_dim", None), ("a.ranks3", None)],
 )
 def test_names_that_say_whose_they_are(fqn: str, rank: int | None) -> None:
-    assert own_rank(fqn) == rank
+    tensors = entries(**{fqn: (4,), "model.blocks.rank_1.weight": (4,)})
+    layout = Layout(Mesh.parse("dp=2"), [], tensors)
+    assert layout.own_rank(fqn) == rank
+    assert layout.own_rank("model.blocks.rank_1.weight") is None

@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.core.box import Box
+from ckptool.core.mesh import Mesh
 from ckptool.errors import DamagedError
 from ckptool.formats.dcp_source import DcpSource
+from ckptool.ops.reshard import reshard
 from ckptool.storage import staging
 from ckptool.storage.digest import digest_box, digest_file
 from ckptool.storage.digests_file import read_digests
@@ -76,6 +78,14 @@ def export_file(root: Path) -> None:
     ckptool.export("base", root=root, out=root / NAME, to="torch")
 
 
+def reshard_it(root: Path) -> None:
+    reshard("base", str(root / NAME), root=root, mesh=Mesh.of({"dp": 3}), rewrite=True)
+
+
+def reshard_by_links(root: Path) -> None:
+    reshard("base", str(root / NAME), root=root, mesh=Mesh.of({"dp": 1}))
+
+
 def replace_without_swapping(root: Path) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, staging, "exchange", staging.exchange)
@@ -89,6 +99,8 @@ SCENARIOS = {
         Scenario("import", make_model, import_it),
         Scenario("export", make_checkpoint, export_it),
         Scenario("export to a file", make_checkpoint, export_file),
+        Scenario("reshard", make_checkpoint, reshard_it),
+        Scenario("reshard by links", make_checkpoint, reshard_by_links),
         Scenario("save", make_model, lambda root: save(root, 2.0)),
         Scenario("overwrite", make_old, lambda root: save(root, 2.0, overwrite=True)),
         Scenario("overwrite without swapping", make_old, replace_without_swapping),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -15,7 +16,7 @@ from ckptool.cli._output import size
 from ckptool.cli.main import run
 from ckptool.core.box import Box
 from ckptool.core.mesh import Mesh, Shard, split
-from ckptool.errors import DamagedError
+from ckptool.errors import DamagedError, StorageError
 from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.ops.plan_reads import plan_reads
@@ -202,6 +203,17 @@ def test_another_filesystem_gets_files_of_its_own(tmp_path: Path, monkeypatch: p
     save_even(tmp_path / "one")
     assert reshard(str(tmp_path / "one"), str(tmp_path / "new"), mesh=Mesh.of({"dp": 1})).details["linked"] is False
     assert tensor_bytes(tmp_path / "new") == tensor_bytes(tmp_path / "one")
+
+
+def test_a_filesystem_without_links_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    save_even(tmp_path / "one")
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StorageError, match="can't have a second name: Operation not permitted") as caught:
+        reshard(str(tmp_path / "one"), str(tmp_path / "new"), mesh=Mesh.of({"dp": 1}))
+    assert caught.value.hint == "--rewrite writes files of its own" and os.listdir(tmp_path) == ["one"]
 
 
 def test_states_of_ranks_that_are_gone_are_kept_and_said(tmp_path: Path) -> None:
