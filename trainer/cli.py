@@ -70,6 +70,20 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     "--weight-decay", "AdamW weight decay of tensors with two or more dims.", type=click.FloatRange(0), default=0.1
 )
 @_option("--grad-clip", "Largest gradient norm; 0 doesn't clip.", type=click.FloatRange(0), default=1.0)
+@_option(
+    "--on-nonfinite",
+    "When the gradient norm is NaN or infinite: stop, or skip the update, say so in metrics.jsonl and go on with the "
+    "next data (ten in a row stop all the same).",
+    type=click.Choice(["stop", "skip"]),
+    default="stop",
+)
+@_option(
+    "--hang-minutes",
+    "Minutes without progress inside a step after which the run ends with every rank's stack in ROOT/failures; six "
+    "times that for starting, the first step and saves. 0 waits for ever. Raise it when a step takes minutes.",
+    type=click.FloatRange(0),
+    default=10,
+)
 @_option("--save-every", "Steps between checkpoints; 0 saves at the end only.", type=click.IntRange(0), default=500)
 @_option(
     "--save-every-minutes",

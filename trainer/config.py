@@ -26,6 +26,8 @@ class TrainConfig:
     schedule: str
     weight_decay: float
     grad_clip: float
+    on_nonfinite: str
+    hang_minutes: float
     save_every: int
     save_every_minutes: float
     keep_last: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from dataclasses import asdict, dataclass
@@ -14,7 +15,10 @@ import torch
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`. `attempt` is the start time of the process that trained the step."""
+    """One line of `metrics.jsonl`. `attempt` is the start time of the process that trained the step.
+
+    `skipped` is true when loss or gradients were not finite and the weights were left as they were.
+    """
 
     step: int
     loss: float
@@ -29,9 +33,11 @@ class StepMetrics:
     checkpoint_stall_seconds: float
     world_size: int
     attempt: str
+    skipped: bool = False
 
     def progress_line(self, steps: int) -> str:
         saved = f"  saved in {self.checkpoint_seconds:.1f} s" if self.checkpoint_seconds else ""
+        saved += "  SKIPPED: not finite" if self.skipped else ""
         return (
             f"step {self.step}/{steps}  loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "
             f"{self.tokens_per_second:,.0f} tokens/s  {self.step_seconds:.2f} s{saved}"
@@ -50,7 +56,9 @@ class Log:
             print(line, file=sys.stderr, flush=True)
 
     def metrics(self, metrics: StepMetrics) -> None:
-        self._append("metrics.jsonl", asdict(metrics))
+        # JSON has no NaN and no infinity.
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()}
+        self._append("metrics.jsonl", finite)
 
     def samples(self, attempt: str, step: int, units: list[int]) -> None:
         self._append("samples.jsonl", {"attempt": attempt, "step": step, "units": units})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import cast
 
@@ -15,6 +18,7 @@ from trainer import checkpoint, parallel
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig
 from trainer.data import TrainingData, prepare
+from trainer.failures import memory_advice
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.model import (
     build_meta_model,
@@ -29,7 +33,26 @@ from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
 from trainer.schedule import learning_rate
 from trainer.signals import StopSignals
+from trainer.stopwatch import Stopwatch
 from trainer.units import MicroBatch
+from trainer.watchdog import Watchdog
+
+#: With --on-nonfinite skip, more steps in a row than this are no bad batch but a broken run.
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with."""
+
+    config: TrainConfig
+    ranks: Ranks
+    origin: Origin
+    state: TrainingState
+    data: TrainingData
+    log: Log
+    stop: StopSignals
+    watch: Stopwatch
 
 
 def train(config: TrainConfig) -> None:
@@ -37,8 +60,12 @@ def train(config: TrainConfig) -> None:
 
     Raises CkptoolErrors for all that a person can put right.
     """
-    with StopSignals() as stop, parallel.joined_ranks(config.device) as ranks:
-        log = Log(config.root, ranks.rank)
+    with contextlib.ExitStack() as context:
+        stop = context.enter_context(StopSignals())
+        ranks = context.enter_context(parallel.joined_ranks(config.device))
+        log, watch = Log(config.root, ranks.rank), Stopwatch()
+        context.enter_context(Watchdog(ranks, watch, stop, config.root / "failures", config.hang_minutes * 60))
+        context.enter_context(memory_advice(config, watch, ranks.device))
         config.check(ranks.world_size)
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():
@@ -60,7 +87,7 @@ def train(config: TrainConfig) -> None:
             f"world size {ranks.world_size} on {ranks.device.type}, step {state.step} of {config.steps}, "
             f"{state.position.consumed:,} units trained"
         )
-        run_steps(config, ranks, origin, state, data, log, stop)
+        run_steps(Run(config, ranks, origin, state, data, log, stop, watch))
 
 
 def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
@@ -81,62 +108,55 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     return TrainingState(model, optimizer, ties, position)
 
 
-def run_steps(
-    config: TrainConfig,
-    ranks: Ranks,
-    origin: Origin,
-    state: TrainingState,
-    data: TrainingData,
-    log: Log,
-    stop: StopSignals,
-) -> None:
+def run_steps(run: Run) -> None:
     """The loop. The position moves only after the optimizer has stepped, so it counts what was really trained.
 
     Each rank votes on what not all of them may see, a signal or a clock, so that all save and stop at the same step.
     """
+    config, ranks, state, log, watch = run.config, run.ranks, run.state, run.log, run.watch
     attempt = ranks.from_rank0(lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     saved_at = time.monotonic()
-    (must_stop,) = ranks.sum(bool(stop.received))
+    num_skipped = 0
+    (must_stop,) = ranks.sum(bool(run.stop.received))
     while state.step < config.steps and not must_stop:
         began = time.perf_counter()
-        lr = learning_rate(
-            state.step, peak=config.lr, warmup_steps=config.warmup_steps, steps=config.steps, schedule=config.schedule
-        )
-        for group in state.optimizer.param_groups:
-            group["lr"] = lr
+        watch.begin(state.step)
+        lr = set_learning_rate(config, state)
         seed_dropout(config.seed, state.step, ranks.rank)
-
-        batches = list(data.micro_batches(state.position, ranks.rank, ranks.world_size, config.micro_batch_size))
-        # A step of conversations may hold no trained label at all; its loss is 0.
-        num_tokens = max(1, sum(ranks.gather(sum(batch.num_trained() for batch in batches))))
-        loss, fed = forward_backward(ranks, state, batches, num_tokens)
-        grad_norm = clip_gradients(state, config.grad_clip)
-        if not torch.isfinite(grad_norm):
-            raise CkptoolError(
-                f"step {state.step + 1}: loss {ranks.sum(loss)[0]:g}, gradient norm {grad_norm:g}; not applied",
-                hint="lower --lr, or --resume from an earlier checkpoint",
+        with watch.phase_of("data"):
+            batches = list(
+                run.data.micro_batches(state.position, ranks.rank, ranks.world_size, config.micro_batch_size)
             )
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        state.step += 1
-        state.fed = state.fed.plus((g, state.position.unit(g)) for g in fed)
-        state.position = state.position.advance()
-
-        is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
-        mean_loss, must_stop, must_save = ranks.sum(loss, bool(stop.received), is_late)
+            # A step of conversations may hold no trained label at all; its loss is 0.
+            num_tokens = max(1, sum(ranks.gather(sum(batch.num_trained() for batch in batches))))
+        with watch.phase_of("forward and backward"):
+            loss, fed = forward_backward(ranks, state, batches, num_tokens)
+            grad_norm = clip_gradients(state, config.grad_clip).item()
+        with watch.phase_of("optimizer"):
+            num_skipped = 0 if math.isfinite(grad_norm) else num_skipped + 1
+            check_finite(config, state.step + 1, grad_norm, num_skipped)
+            if not num_skipped:
+                state.optimizer.step()
+            state.optimizer.zero_grad()
+            state.step += 1
+            state.fed = state.fed.plus((g, state.position.unit(g)) for g in fed)
+            state.position = state.position.advance()
+            is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
+            mean_loss, must_stop, must_save = ranks.sum(loss, bool(run.stop.received), is_late)
         step_seconds = time.perf_counter() - began
         if config.log_samples:
             log.samples(attempt, state.step, sorted(unit for part in ranks.gather(fed) for unit in part))
-        save_seconds = 0.0
         if config.saves_after(state.step) or must_save or must_stop:
-            state.lanes = data.lane_states(ranks)
-            save_seconds = checkpoint.save(state, origin, config, ranks, log)
+            with watch.phase_of("save"):
+                state.lanes = run.data.lane_states(ranks)
+                checkpoint.save(state, run.origin, config, ranks, log)
             saved_at = time.monotonic()
+        save_seconds = watch.seconds["save"]
         metrics = StepMetrics(
             step=state.step,
             loss=mean_loss,
             lr=lr,
-            grad_norm=grad_norm.item(),
+            grad_norm=grad_norm,
             tokens=num_tokens,
             tokens_per_second=num_tokens / step_seconds,
             step_seconds=step_seconds,
@@ -146,13 +166,34 @@ def run_steps(
             checkpoint_stall_seconds=save_seconds,
             world_size=ranks.world_size,
             attempt=attempt,
+            skipped=num_skipped > 0,
         )
         log.metrics(metrics)
-        if state.step % config.log_every == 0 or save_seconds or state.step == config.steps:
+        if state.step % config.log_every == 0 or save_seconds or num_skipped or state.step == config.steps:
             log.say(metrics.progress_line(config.steps))
     if must_stop and state.step < config.steps:
         kept = f"{state.last_saved} holds it" if state.last_saved else "nothing new to save"
         log.say(f"stopped at step {state.step} of {config.steps}: {kept}; the same command goes on from there")
+
+
+def set_learning_rate(config: TrainConfig, state: TrainingState) -> float:
+    """Give the optimizer the rate of the next step, and return it."""
+    lr = learning_rate(
+        state.step, peak=config.lr, warmup_steps=config.warmup_steps, steps=config.steps, schedule=config.schedule
+    )
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def check_finite(config: TrainConfig, step: int, grad_norm: float, num_skipped: int) -> None:
+    """Raise CkptoolError when `num_skipped` steps in a row had no finite gradient, and that is reason to stop."""
+    if num_skipped > (MAX_SKIPPED_IN_A_ROW if config.on_nonfinite == "skip" else 0):
+        raise CkptoolError(
+            f"step {step}: the gradient norm is {grad_norm:g}; the step was not applied"
+            + (f", nor were the {num_skipped - 1} before it" if num_skipped > 1 else ""),
+            hint="lower --lr, --resume from an earlier checkpoint, or --on-nonfinite skip when single batches do this",
+        )
 
 
 def forward_backward(

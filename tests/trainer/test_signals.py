@@ -107,7 +107,7 @@ def test_torchrun_starts_the_ranks_again_and_they_resume_even_a_run_that_began_w
     """Rank 1 dies once, after step 4."""
     config = write_config(root, steps=6, save_every=3)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "tests.trainer.mortal", "1", "4"]
+    command += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "tests.trainer.mortal", "dies", "1", "4"]
     done = subprocess.run(
         [*command, "--config", str(config), "--resume", "never"],
         capture_output=True,

@@ -78,6 +78,8 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "schedule": "cosine",
         "weight_decay": 0.1,
         "grad_clip": 1.0,
+        "on_nonfinite": "stop",
+        "hang_minutes": 10,
         "save_every": 0,
         "save_every_minutes": 0,
         "keep_last": 0,

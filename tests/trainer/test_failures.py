@@ -1,0 +1,148 @@
+"""One rank's failure ends the run on all ranks, soon, and every rank says where it began. Field report 24."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ckptool import CkptoolError
+from tests.trainer.test_exactly_once import write_config
+from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
+from trainer import failures, train
+from trainer.stopwatch import Stopwatch
+
+
+def run_two_ranks(root, how: str, rank: int, step: int, *options: str) -> tuple[list[int], list[str]]:
+    """The exit codes and what the ranks said, of two ranks of which one fails after `step`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = write_config(root, steps=50)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.trainer.mortal",
+        how,
+        str(rank),
+        str(step),
+        "--config",
+        str(config),
+        *options,
+    ]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**common, "RANK": str(number), "LOCAL_RANK": str(number), "OMP_NUM_THREADS": "1"},
+        )
+        for number in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], said
+
+
+def stacks(root) -> dict[int, str]:
+    return {int(path.stem.removeprefix("rank-")): path.read_text() for path in (root / "failures").glob("rank-*.txt")}
+
+
+def test_a_rank_that_raises_is_named_by_every_rank(root):
+    codes, said = run_two_ranks(root, "raises", 1, 2)
+    assert codes == [1, 1]
+    assert "failed in step 3 (forward and backward): ValueError: this rank has had enough" in said[0]
+    assert "ValueError: this rank has had enough" in said[1]
+    assert sorted(stacks(root)) == [0, 1]
+    assert "this rank has had enough" in stacks(root)[1]
+    assert "train.py" in stacks(root)[0]
+
+
+def test_a_rank_that_dies_is_named_by_those_that_are_left(root):
+    codes, said = run_two_ranks(root, "dies", 1, 2)
+    assert codes == [1, -9]
+    assert "rank 1 on" in said[0]
+    assert "failed in step 3 (forward and backward): it died" in said[0]
+    assert "train.py" in stacks(root)[0]
+
+
+def test_a_rank_that_hangs_is_found_by_its_stack(root):
+    codes, said = run_two_ranks(root, "hangs", 1, 3, "--hang-minutes", "0.1")
+    assert codes == [1, 1]
+    for lines in said:
+        assert "rank 1 on" in lines
+        assert "failed in step 4 (forward and backward): no progress for" in lines
+        assert "mortal.py" in lines
+    assert sorted(stacks(root)) == [0, 1]
+    assert "in fail" in stacks(root)[1]
+
+
+def poison(monkeypatch, steps):
+    """Make the gradients of the steps NaN."""
+    forward_backward = train.forward_backward
+
+    def poisoned(ranks, state, *rest):
+        result = forward_backward(ranks, state, *rest)
+        if state.step + 1 in steps:
+            next(iter(state.parameters().values())).grad.fill_(math.nan)
+        return result
+
+    monkeypatch.setattr(train, "forward_backward", poisoned)
+
+
+def test_a_gradient_that_is_no_number_stops_the_run(root, monkeypatch):
+    poison(monkeypatch, {3})
+    with pytest.raises(CkptoolError, match="step 3: the gradient norm is nan; the step was not applied"):
+        run(root, steps=4)
+    assert len(read_lines(root / "metrics.jsonl")) == 2
+
+
+def test_or_is_skipped_with_a_record_and_the_weights_stay_whole(root, monkeypatch):
+    poison(monkeypatch, {2})
+    lines = run(root, steps=4, on_nonfinite="skip")
+    assert [line["skipped"] for line in lines] == [False, True, False, False]
+    assert lines[1]["grad_norm"] is None
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert surviving_samples(root) == list(range(24))
+    json.loads((root / "metrics.jsonl").read_text().splitlines()[1], parse_constant=pytest.fail)
+
+
+def test_many_skipped_steps_in_a_row_are_a_broken_run(root, monkeypatch):
+    poison(monkeypatch, range(2, 100))
+    with pytest.raises(CkptoolError, match=r"step 12: .* nor were the 10 before it"):
+        run(root, steps=20, on_nonfinite="skip")
+
+
+def test_out_of_memory_says_what_to_change_in_order(tmp_path):
+    config = tiny_config(tmp_path, micro_batch_size=4)
+    watch = Stopwatch()
+    watch.begin(7)
+    with (
+        pytest.raises(CkptoolError, match=r"out of memory in step 8 \(forward and backward\)") as caught,
+        failures.memory_advice(config, watch, torch.device("cpu")),
+        watch.phase_of("forward and backward"),
+    ):
+        torch.empty(1 << 60, dtype=torch.uint8)
+    advice = [way.split(" (")[0] for way in caught.value.hint.split("; or ")]
+    assert advice == [
+        "--micro-batch-size 2",
+        "--activation-checkpointing block",
+        "more ranks",
+        "a smaller --seq-len than 16",
+    ]
+
+
+def test_another_error_is_no_lack_of_memory(tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="shapes"),
+        failures.memory_advice(tiny_config(tmp_path), Stopwatch(), torch.device("cpu")),
+    ):
+        raise RuntimeError("shapes differ")
