@@ -13,7 +13,8 @@ from ckptool.core.interfaces import Source
 from ckptool.errors import name_some
 from ckptool.formats.gguf_file import SUFFIX as GGUF_SUFFIX
 from ckptool.formats.hf_config import drop_quantisation, main_dtype, quantisation_of, weights_dtype
-from ckptool.formats.hf_folder import HfSource, copy_side_files, side_files
+from ckptool.formats.hf_folder import HfSource, copy_side_files, side_files, weight_kind
+from ckptool.formats.meta_folder import is_meta_folder
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.storage.files import os_errors
 
@@ -49,6 +50,12 @@ def open_input(path: Path, cast: str | None) -> ModelInput:
         from ckptool.ops.input_gguf import open_gguf
 
         return open_gguf(path, cast)
+    if path.is_dir():
+        names = [file.name for file in path.iterdir()]
+        if weight_kind(names) is None and is_meta_folder(names):
+            from ckptool.ops.input_meta import open_meta
+
+            return open_meta(path, cast)
     with contextlib.ExitStack() as stack:
         stored = HfSource(path)
         stack.callback(stored.close)
@@ -74,14 +81,17 @@ class CopiedFiles:
 
 
 class MadeFiles:
-    """Side files made for a model that came without: name -> content."""
+    """Side files made for a model that came without (name -> content), and those that did come."""
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
+    def __init__(self, files: Mapping[str, bytes], copied: CopiedFiles | None = None) -> None:
         self._files = files
-        self.num_files = len(files)
-        self.num_bytes = sum(len(content) for content in files.values())
+        self._copied = copied
+        self.num_files = len(files) + (copied.num_files if copied else 0)
+        self.num_bytes = sum(len(content) for content in files.values()) + (copied.num_bytes if copied else 0)
 
     def write(self, folder: Path) -> None:
+        if self._copied is not None:
+            self._copied.write(folder)
         with os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for name, content in self._files.items():
