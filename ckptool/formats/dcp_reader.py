@@ -148,8 +148,8 @@ class StorageReader(SourceReader):
     cover exactly once is refused. A tensor of another dtype is refused unless `allow_cast`. What the bytes are is not
     checked: `ckptool.load` does that too.
 
-    Raises NotFoundError, DamagedError or UnsafeError for a checkpoint that can't be read; errors of `dcp.load` come in its
-    CheckpointException.
+    Raises NotFoundError, DamagedError or UnsafeError for a checkpoint that can't be read. What `dcp.load` meets later
+    comes in its CheckpointException.
     """
 
     def __init__(self, path: str | os.PathLike, *, allow_cast: bool = False) -> None:

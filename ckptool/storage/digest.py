@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from blake3 import blake3
 from ckptool.core.box import Box
 from ckptool.errors import DamagedError
 from ckptool.storage.files import open_regular, os_errors
+from ckptool.storage.read_ahead import read_ahead
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,13 +142,14 @@ def _sum_products(lane: int, block: int, column: int, words: np.ndarray, stride:
     return sum(np.einsum("ij,ij->i", words, factors).tolist()) * outer_factor(lane, block) & _MASK
 
 
-def digest_file(path: Path, piece_bytes: int = 256 << 10) -> str:
-    """BLAKE3 of a file's bytes, in hex. Pieces that fit into a core's cache cost a fifth less time than 1 MiB ones."""
+def digest_file(path: Path, report: Callable[[int], None] | None = None) -> str:
+    """BLAKE3 of a file's bytes, in hex. `report` is called with the number of bytes of each piece."""
     hasher = blake3()
-    buffer = bytearray(piece_bytes)
     with os_errors(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            hasher.update(memoryview(buffer)[:count])
+        for piece in read_ahead(lambda buffer: file.readinto(buffer) or 0, os.fstat(file.fileno()).st_size):
+            hasher.update(piece)
+            if report:
+                report(len(piece))
     return hasher.hexdigest()
 
 

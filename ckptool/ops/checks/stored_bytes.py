@@ -24,8 +24,8 @@ from ckptool.ops.checks import next_steps
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests
 from ckptool.storage.files import RangeReader, safe_join
+from ckptool.storage.read_ahead import read_ahead
 
-_PIECE_BYTES = 256 << 10
 _MAX_BATCH = 64
 
 
@@ -135,11 +135,9 @@ def _check_file(job: _Job, name: str) -> BytesReport:
         return BytesReport()
     path = safe_join(job.folder, name)
     try:
-        actual, num_bytes = digest_file(path), path.stat().st_size
+        actual, num_bytes = digest_file(path, job.report), path.stat().st_size
     except StorageError as error:
         return BytesReport((Finding("corrupt", f"{name} can't be read: {error}", file=name, next_step=job.step),))
-    if job.report:
-        job.report(num_bytes)
     if actual == job.digests.files[name].blake3:
         return BytesReport(num_files=1, num_bytes=num_bytes, num_chunks=len(job.chunks_of.get(name, ())))
     return BytesReport(tuple(_explain_file(job, name, actual)), num_files=1, num_bytes=num_bytes)
@@ -195,13 +193,18 @@ def _finding(job: _Job, chunk: StoredChunk, message: str, offset_bytes: int) -> 
 
 
 def _payload_crc32(job: _Job, reader: RangeReader, file: str, stored: StoredTensor) -> int:
-    crc32, done = 0, 0
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, stored.payload_bytes)))
-    while done < stored.payload_bytes:
+    done = 0
+
+    def read(buffer: memoryview) -> int:
+        nonlocal done
         piece = buffer[: stored.payload_bytes - done]
         reader.read_into(file, stored.payload_offset + done, piece)
-        crc32 = zlib.crc32(piece, crc32)
         done += len(piece)
+        return len(piece)
+
+    crc32 = 0
+    for piece in read_ahead(read, stored.payload_bytes):
+        crc32 = zlib.crc32(piece, crc32)
         if job.report:
             job.report(len(piece))
     return crc32
