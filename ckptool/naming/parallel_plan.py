@@ -10,6 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
+
 from ckptool.core.layout import Rule
 from ckptool.errors import NotFoundError, UnsupportedError
 from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
@@ -23,6 +25,9 @@ _WHOLE = {
     *("replicate", "replicated_with_grad_allreduce", "all_reduce", "sequence_parallel", "mla_kv_a_proj"),
     *("moe_tp_experts", "moe_identity_expert", "local_params", "ep_dispatch_experts", "ep_router"),
 }
+
+#: What transformers before 5.20 means by these on an embedding.
+_EMBEDDING_STYLES = {"colwise": "embedding_colwise", "rowwise": "embedding_rowwise"}
 
 #: gate_proj and up_proj, fused.
 _PACKED_PARTS = 2
@@ -54,10 +59,12 @@ def plan_rules(folder: Path, axes: Collection[str], num_tensors: int, num_bytes:
             )
     rules = []
     for name, parameter in model.named_parameters():
+        is_embedding = isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.Embedding)
         by_expert = "ep" in axes and _style(name, plans["ep"]) is not None
         for axis in axes:
             style = None if axis == "tp" and by_expert else _style(name, plans[axis])
             if style is not None:
+                style = _EMBEDDING_STYLES.get(style, style) if is_embedding else style
                 rules.append(_rule(axis, name, style, parameter.ndim))
     return [rule for rule in rules if rule.dim is not None]
 

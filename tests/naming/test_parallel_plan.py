@@ -71,7 +71,7 @@ def as_placed(rules: list[Rule], model: torch.nn.Module) -> dict[str, tuple[int,
 @pytest.mark.parametrize("axis", ["tp", "ep"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_parameters_are_cut_as_transformers_cuts_them(family: str, axis: str, tmp_path: Path, tp_mesh: object) -> None:
-    pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers before 5.20 does it elsewhere")
+    pytest.importorskip("transformers.distributed.parallel_utils", reason="transformers before 5.20 does it elsewhere")
     config = CONFIGS[family]
     folder = folder_of(config, tmp_path)
     with torch.device("meta"):
@@ -93,6 +93,24 @@ def test_experts_that_ep_cuts_are_left_alone_by_tp(tmp_path: Path) -> None:
         axes.setdefault(rule.pattern, []).append(rule.axis)
     assert axes["model.layers.1.mlp.experts.gate_up_proj"] == ["ep"]
     assert axes["model.layers.1.self_attn.q_proj.weight"] == ["tp"]
+
+
+def test_an_embeddings_rows_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans before transformers 5.20 name an embedding's styles as a projection's."""
+    folder = folder_of(CONFIGS["llama"], tmp_path)
+    for style, dim in (("rowwise", 0), ("colwise", 1), ("embedding_rowwise", 0), ("embedding_colwise", 1)):
+        plan = {"model.embed_tokens": style}
+        monkeypatch.setattr(transformers.LlamaForCausalLM, "tp_plan", plan)
+        assert plan_rules(folder, ["tp"], 1000, 1 << 30) == [Rule("tp", "model.embed_tokens.weight", dim)]
+
+
+def test_a_style_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(CONFIGS["llama"], tmp_path)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "tp_plan", {"lm_head": "spiral"})
+    with pytest.raises(
+        UnsupportedError, match=r"lm_head\.weight: transformers' tp plan has the unknown style 'spiral'"
+    ):
+        plan_rules(folder, ["tp"], 1000, 1 << 30)
 
 
 def test_a_model_without_a_config_has_no_plan(tmp_path: Path) -> None:
