@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 from ckptool import __version__
-from ckptool.cli import completion, copy, diff, export, import_hf, inspect, ls, pin, plan, prune, reshard, verify
+from ckptool.cli import completion, copy, data, diff, export, import_hf, inspect, ls, pin, plan, prune, reshard, verify
 from ckptool.cli._errors import report
 
 EPILOG = (
@@ -38,6 +38,7 @@ for command in (
     inspect.command,
     verify.command,
     diff.command,
+    data.command,
     prune.command,
     pin.command,
     copy.command,

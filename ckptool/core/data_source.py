@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 #: What a unit is: `window` (seq_len tokens of the concatenated documents), `ffd-block` (a row of seq_len tokens packed
 #: with whole documents), `document` (one document).
@@ -22,6 +23,25 @@ class DataSource:
     num_units: int
     fingerprint: Mapping[str, str | int] = field(default_factory=dict)
     unit_kind: str = "window"
+
+    @classmethod
+    def from_record(cls, record: Any) -> DataSource:
+        """A source from parsed JSON: `name`, `num_units`, `fingerprint`, and `unit_kind` unless it is `window`.
+
+        Raises ValueError for anything else.
+        """
+        known = {"name", "num_units", "fingerprint", "unit_kind"}
+        if type(record) is not dict or not {"name", "num_units", "fingerprint"} <= set(record) <= known:
+            raise ValueError("a source has a name, num_units and a fingerprint")
+        name, num_units, fingerprint = record["name"], record["num_units"], record["fingerprint"]
+        unit_kind = record.get("unit_kind", "window")
+        if type(name) is not str or not name or unit_kind not in UNIT_KINDS:
+            raise ValueError(f"a source with the name {name!r:.80} and units of kind {unit_kind!r:.80}")
+        if type(num_units) is not int or not 1 <= num_units < 1 << 63:
+            raise ValueError(f"{num_units!r:.80} is no number of units")
+        if type(fingerprint) is not dict or not {type(value) for value in fingerprint.values()} <= {str, int}:
+            raise ValueError("a fingerprint holds strings and integers")
+        return cls(name, num_units, dict(fingerprint), unit_kind)
 
     def described(self) -> dict[str, str | int]:
         """All of it but the name, flat: what two sources of one name are compared by."""

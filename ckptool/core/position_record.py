@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckptool.core import order, order_v1
-from ckptool.core.data_source import UNIT_KINDS, DataSource
+from ckptool.core.data_source import DataSource
 from ckptool.core.history import NOTHING, UNKNOWN
 from ckptool.core.mixture import BLOCK_SLOTS
 from ckptool.core.position import RECORD_VERSION, DataPosition, Edit, Stretch
@@ -43,10 +43,10 @@ def parse(text: str, location: str, num_steps: int | None = None) -> DataPositio
 
 
 def _version_1(record: dict[str, Any], num_steps: int | None) -> DataPosition:
-    source = DataSource(UNNAMED, _count(record["num_units"], 1), _fingerprint(record["fingerprint"]))
+    described = {"name": UNNAMED, "num_units": record["num_units"], "fingerprint": record["fingerprint"]}
     segment = Segment(
         start=0,
-        sources=(source,),
+        sources=(DataSource.from_record(described),),
         slots=(BLOCK_SLOTS,),
         seq_len=_count(record["seq_len"]),
         seed=_seed(record["seed"]),
@@ -81,7 +81,7 @@ def _version_2(record: dict[str, Any]) -> DataPosition:
 def _segment(record: dict[str, Any]) -> Segment:
     segment = Segment(
         start=_count(record["start"]),
-        sources=_each(record["sources"], _source),
+        sources=_each(record["sources"], DataSource.from_record),
         slots=_each(record["slots"], lambda slots: _count(slots, 1)),
         seq_len=_count(record["seq_len"]),
         seed=_seed(record["seed"]),
@@ -95,12 +95,6 @@ def _segment(record: dict[str, Any]) -> Segment:
     _check(segment.order_version in (order_v1.ORDER_VERSION, order.ORDER_VERSION), "an unknown order_version")
     _check(segment.order_version != order_v1.ORDER_VERSION or len(names) == 1, "a mixture in order version 1")
     return segment
-
-
-def _source(record: dict[str, Any]) -> DataSource:
-    _check(record["unit_kind"] in UNIT_KINDS, f"an unknown kind of units: {record['unit_kind']!r}")
-    fingerprint = _fingerprint(record["fingerprint"])
-    return DataSource(_text(record["name"]), _count(record["num_units"], 1), fingerprint, record["unit_kind"])
 
 
 def _stretch(record: dict[str, Any]) -> Stretch:
@@ -134,11 +128,6 @@ def _seed(value: Any) -> int:
 def _text(value: Any, may_be_empty: bool = False) -> str:
     _check(type(value) is str and (may_be_empty or bool(value)), f"{value!r:.80} is no text")
     return value
-
-
-def _fingerprint(value: Any) -> dict[str, str | int]:
-    _check(type(value) is dict and {type(entry) for entry in value.values()} <= {str, int}, "a malformed fingerprint")
-    return dict(value)
 
 
 def _check(is_right: bool, fault: str) -> None:

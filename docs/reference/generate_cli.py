@@ -22,7 +22,11 @@ def render() -> str:
         description(cli),
     ]
     for name in sorted(cli.commands):
-        parts += command_section(f"ckptool {name}", cli.commands[name])
+        command = cli.commands[name]
+        subcommands = command.commands if isinstance(command, click.Group) else {}
+        parts += command_section(f"ckptool {name}", command)
+        for subname in sorted(subcommands):
+            parts += command_section(f"ckptool {name} {subname}", subcommands[subname])
     parts += ["## Exit codes", EPILOG.removeprefix("Exit codes: ").capitalize()]
     parts += command_section("python -m trainer", trainer)
     return "\n\n".join(parts) + "\n"

@@ -1,0 +1,63 @@
+"""A checkpoint's data position, from the items that a resume reads."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptool import runs
+from ckptool.core.box import Box
+from ckptool.core.position import CURSOR_LENGTH, DataPosition
+from ckptool.errors import DamagedError, NotFoundError
+from ckptool.formats.dcp_source import DcpSource
+
+RECORD, CURSOR, STEP = "data.record", "data.cursor", "step"
+LANE_PREFIX = "data.lane."
+
+
+@dataclass(frozen=True)
+class StoredPosition:
+    """`step` is the checkpoint's own count of optimizer steps, None when it has none; `cursor` its integers.
+
+    `num_lanes` counts the states of streaming sources, whose place isn't in the position.
+    """
+
+    path: Path
+    position: DataPosition
+    cursor: tuple[int, ...]
+    step: int | None
+    num_lanes: int
+
+
+def read_position(name: str | Path, root: Path | None = None) -> StoredPosition:
+    """The data position of checkpoint `name`.
+
+    Raises NotFoundError when there is no such checkpoint or it has none, DamagedError when it can't be read.
+    """
+    path = runs.resolve(name, root)
+    with contextlib.closing(DcpSource(path)) as source:
+        if RECORD not in source.manifest.objects or CURSOR not in source.manifest.tensors:
+            raise NotFoundError(
+                f"{path} has no data position", hint="training checkpoints have one: ckptool ls shows them"
+            )
+        record = source.load_object(RECORD)
+        cursor = _integers(source, CURSOR, CURSOR_LENGTH)
+        step = _integers(source, STEP, 1)[0] if STEP in source.manifest.tensors else None
+        if step is None and source.manifest.provenance is not None:
+            step = source.manifest.provenance.step
+        num_lanes = sum(fqn.startswith(LANE_PREFIX) for fqn in source.manifest.objects)
+    if not isinstance(record, str):
+        raise DamagedError(f"{path}: {RECORD} is no text")
+    position = DataPosition.from_json(record, f"{path}: {RECORD}", num_steps=step)
+    return StoredPosition(path, position, cursor, step, num_lanes)
+
+
+def _integers(source: DcpSource, fqn: str, count: int) -> tuple[int, ...]:
+    entry = source.manifest.tensors[fqn]
+    if entry.dtype != "int64" or entry.num_elements != count:
+        raise DamagedError(f"{source.manifest.location}: {fqn} is {entry.dtype} {list(entry.shape)}")
+    raw = bytearray(8 * count)
+    source.read_into(fqn, Box((0,) * len(entry.shape), entry.shape), memoryview(raw))
+    return struct.unpack(f"<{count}q", raw)
