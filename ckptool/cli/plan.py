@@ -13,6 +13,9 @@ from ckptool.core.plan import Result
 #: More ranks than this are not listed for people.
 MAX_ROWS = 64
 
+#: Reading this many times what the ranks hold is worth a hint.
+WORTH_IT = 1.02
+
 
 @click.command("plan", short_help="What each rank would read of a checkpoint.")
 @click.argument("name", shell_complete=complete_name)
@@ -53,3 +56,6 @@ def _show(result: Result) -> None:
         f"{details['world_size']} ranks hold {size(details['held_bytes'])} and read {size(details['read_bytes'])}, "
         f"{details['amplification']:.2f} times as much"
     )
+    if details["amplification"] > WORTH_IT:
+        mesh = ",".join(f"{axis}={num_ranks}" for axis, num_ranks in details["mesh"].items())
+        line(f"ckptool reshard {click.get_current_context().params['name']} NEW --mesh {mesh} makes that 1.00")

@@ -62,6 +62,8 @@ class Layout:
         named = {rule.axis for rule in rules}
         if unknown := named - set(self.mesh.axes):
             raise UsageError(f"placements for {name_some(unknown)}, which is no axis of the mesh {self.mesh}")
+        if parts := {rule.pattern for rule in rules if rule.axis in FSDP_AXES and rule.num_parts > 1}:
+            raise UsageError(f"FSDP cuts dims as wholes, not in parts: {name_some(parts)}")
         for axis, size in self.mesh.to_json().items():
             if size > 1 and axis not in {*named, *FSDP_AXES, *COPY_AXES}:
                 raise UsageError(

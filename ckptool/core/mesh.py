@@ -89,7 +89,7 @@ class Held:
     ranks: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=64)
 def split(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> tuple[Held, ...]:
     """Who holds what of a tensor of `shape`, with one placement per mesh axis.
 

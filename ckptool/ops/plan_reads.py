@@ -64,7 +64,7 @@ def _count(manifest: Manifest, layout: Layout) -> tuple[list[int], list[Counter[
     return held, read
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _needed(
     shape: tuple[int, ...], chunks: tuple[Box, ...], mesh: Mesh, placements: tuple[Placement, ...]
 ) -> list[tuple[tuple[int, ...], int, list[int]]]:

@@ -35,6 +35,7 @@ from ckptool.ops.reshard_links import can_link, fits, link_checkpoint
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
+from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, read_digests
 from ckptool.storage.staging import refuse_existing, staged_directory
 
@@ -211,6 +212,8 @@ def _write_beside(job: _Job, staging: Path) -> None:
     for name in job.side_files:
         copy_file(job.path, staging, name, recorded.get(name), None)
     if job.manifest.provenance is not None:
+        if PROVENANCE_FILE in recorded and digest_file(job.path / PROVENANCE_FILE) != recorded[PROVENANCE_FILE].blake3:
+            raise DamagedError(f"{job.path / PROVENANCE_FILE} is not what {DIGESTS_FILE} lists: it changed")
         writer = new_provenance()
         mesh = job.layout.mesh
         provenance = dataclasses.replace(

@@ -26,7 +26,7 @@ def fits(manifest: Manifest, layout: Layout) -> bool:
     )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _nest(shape: tuple[int, ...], chunks: tuple[Box, ...], mesh: Mesh, placements: tuple[Placement, ...]) -> bool:
     boxes = [box for held in split(shape, mesh, placements) for box in held.boxes]
     return all(any(box.contains(chunk) for box in boxes) for chunk in chunks if chunk.num_elements)

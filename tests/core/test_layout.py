@@ -67,6 +67,7 @@ def test_parameters_are_found_wherever_the_model_is(names: dict[str, tuple[int, 
         ([Rule("tp", "c.*", 0)], MismatchError, r"the tp placement of 'c\.\*' names no parameter"),
         ([Rule("tp", "a.weight", 2)], MismatchError, r"cuts dim 2 of model\.a\.weight, whose shape is \[6, 4\]"),
         ([Rule("tq", "a.weight", 0)], UsageError, "placements for tq, which is no axis of the mesh dp=2,tp=2"),
+        ([Rule("dp", "a.weight", 0, 2)], UsageError, r"FSDP cuts dims as wholes, not in parts: a\.weight"),
         ([], UsageError, "nothing says what mesh axis 'tp' cuts"),
     ],
 )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ckptool
 from ckptool.cli._output import size
@@ -103,6 +106,47 @@ def test_there_and_back_gives_the_first_checkpoint(kinds: Path, tmp_path: Path) 
         p.name: p.read_bytes() for p in last.glob("*.distcp")
     }
     assert read_manifest(first).tensors == read_manifest(last).tensors
+
+
+WHOLE = '"whole"'
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]]) -> tuple[Mesh, str]:
+    """A mesh of up to three axes, and a file of placements that cut any dims along them."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    mesh = Mesh(("dp", "x", "y")[: len(sizes)], tuple(sizes))
+    tables = []
+    for axis in mesh.axes:
+        lines = [f"[{axis}]"]
+        for name, shape in shapes.items():
+            dim = draw(st.integers(-len(shape), len(shape) - 1))
+            parts = 1 if axis == "dp" else draw(st.sampled_from([1, 1, 2, 3]))
+            cut = f"{{ dim = {dim}, parts = {parts} }}"
+            lines.append(f"{name} = {draw(st.sampled_from([cut, cut, WHOLE]))}")
+        tables.append("\n".join(lines))
+    return mesh, "\n".join(tables)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_any_mesh_to_any_other(data: st.DataObject) -> None:
+    shapes = {f"t{i}": tuple(data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))) for i in range(3)}
+    dtypes = [data.draw(st.sampled_from([torch.bfloat16, torch.int8, torch.float64, torch.complex128])) for _ in shapes]
+    state = {name: torch.randn(s).mul(50).to(d) for (name, s), d in zip(shapes.items(), dtypes, strict=True)}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptool.ops.reshard.PIECE_BYTES", data.draw(st.sampled_from([1, 64, 1 << 20])))
+        root = Path(folder)
+        dcp.save({"model": state}, checkpoint_id=root / "0", no_dist=True)
+        for number in (1, 2):
+            mesh, placements = data.draw(layouts(shapes))
+            (root / "placements.toml").write_text(placements)
+            before, after = str(root / str(number - 1)), str(root / str(number))
+            reshard(before, after, mesh=mesh, placements=root / "placements.toml")
+            assert tensor_bytes(Path(after)) == tensor_bytes(root / "0")
+            assert ckptool.verify(after, level="content").findings == ()
+            planned = plan_reads(after, mesh=mesh, placements=root / "placements.toml").details
+            assert planned["read_bytes"] == planned["held_bytes"]
 
 
 def test_each_rank_has_one_file_with_its_boxes(kinds: Path, tmp_path: Path) -> None:
@@ -265,6 +309,15 @@ def test_a_changed_bit_is_noticed_and_nothing_published(copy_of: Copy, tmp_path:
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.parametrize("file", ["ckptool.json", "hf/config.json"])
+def test_a_changed_side_file_is_noticed(copy_of: Copy, tmp_path: Path, file: str) -> None:
+    folder = copy_of("sharded")
+    (folder / file).write_text((folder / file).read_text() + " ")
+    with pytest.raises(DamagedError, match=rf"{file} is not what digests\.json lists"):
+        reshard(str(folder), str(tmp_path / "new"), mesh=Mesh.of({"dp": 3}))
+    assert os.listdir(tmp_path) == ["sharded"]
+
+
 def cli(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
     code = run([str(arg) for arg in args])
     out, err = capsys.readouterr()
@@ -337,5 +390,6 @@ def test_plan_says_what_ranks_read(kinds: Path, capsys: pytest.CaptureFixture[st
     record = json.loads(cli(capsys, *args, "--json")[1])
     assert (record["held_bytes"], record["read_bytes"]) == (held, read)
     assert sum(rank["files"]["__0_0.distcp"] for rank in record["ranks"]) == read
+    assert "ckptool reshard foreign NEW --mesh dp=4 makes that 1.00" in out
     assert cli(capsys, *args, "--quiet")[1] == f"{round(read / held, 4)}\n"
     assert cli(capsys, "plan", "foreign", "--root", kinds)[0] == 2
