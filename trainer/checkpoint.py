@@ -31,7 +31,7 @@ from trainer.config import TrainConfig
 from trainer.metrics import Log
 from trainer.model import model_state, named_parameters
 from trainer.optimizer import optimizer_state, restore_groups
-from trainer.parallel import MESH_AXIS, Ranks
+from trainer.parallel import Ranks
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
     began = time.perf_counter()
     target = config.root / f"step-{state.step}"
     ranks.from_rank0(lambda: _clear_way(target, origin, log))
-    state.position = state.position.with_history(ranks.gather(state.fed))
+    state.position = state.position.with_history(ranks.gather_data(state.fed))
     state.fed = Fed(state.position.consumed)
     provenance = replace(
         origin.provenance,
@@ -203,7 +203,7 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         step=state.step,
         world_size=ranks.world_size,
-        mesh={MESH_AXIS: ranks.world_size},
+        mesh=ranks.axes,
         ties=state.ties,
         libraries={"torch": torch.__version__, "transformers": transformers.__version__},
     )

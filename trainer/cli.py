@@ -131,6 +131,31 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 @_option("--seed", "Order of the data, and dropout.", type=int, default=0)
 @_option("--device", "auto: cuda where there is one.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @_option(
+    "--dp-replicate",
+    "Copies of the sharded model (HSDP). Ranks within a copy share the parameters, copies exchange gradients only: for "
+    "several nodes with a slow network between them, the number of nodes.",
+    type=click.IntRange(1),
+    default=1,
+)
+@_option(
+    "--tp",
+    "Ranks that split each layer among them (tensor parallel, by transformers' plan for the model). For models whose "
+    "layers are too large for one GPU; within a node only.",
+    type=click.IntRange(1),
+    default=1,
+)
+@_option(
+    "--cpu-offload/--no-cpu-offload",
+    "Keep weights, gradients and optimizer in host memory. The last resort when they don't fit: slow.",
+    default=False,
+)
+@_option(
+    "--deterministic/--no-deterministic",
+    "Only kernels that give the same bits each time: slower; an operation that has none is an error. To find out "
+    "whether two runs differ for a reason.",
+    default=False,
+)
+@_option(
     "--activation-checkpointing",
     "block: keep only each block's input and recompute the rest in the backward pass.",
     type=click.Choice(["none", "block"]),

@@ -37,6 +37,10 @@ class TrainConfig:
     seed: int
     accept_data_change: str
     device: str
+    dp_replicate: int
+    tp: int
+    cpu_offload: bool
+    deterministic: bool
     activation_checkpointing: str
     compile: bool
     log_every: int
@@ -44,13 +48,13 @@ class TrainConfig:
     compute_dtype: str
     log_samples: bool
 
-    def check(self, world_size: int) -> None:
-        """Raises UsageError for values that can't mean a run on `world_size` ranks."""
+    def check(self, num_data_ranks: int) -> None:
+        """Raises UsageError for values that can't mean a run on ranks that share the data in `num_data_ranks` parts."""
         if not self.data:
             raise UsageError("no training data", hint="--data PATH, or data = [...] in the --config file")
-        if world_size > self.global_batch_size:
+        if num_data_ranks > self.global_batch_size:
             raise UsageError(
-                f"{world_size} ranks can't share a global batch of {self.global_batch_size} windows",
+                f"{num_data_ranks} ranks can't share a global batch of {self.global_batch_size} windows",
                 hint="raise --global-batch-size, or start fewer ranks",
             )
 

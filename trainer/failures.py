@@ -86,6 +86,8 @@ def _ways_out(config: TrainConfig, device: torch.device) -> list[str]:
         ways.append("--activation-checkpointing block (a third more compute, most of the activations less)")
     if device.type == "cuda" and "expandable_segments:True" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         ways.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (less of the memory lost to gaps)")
+    if device.type == "cuda" and not config.cpu_offload:
+        ways.append("--cpu-offload (weights and optimizer in host memory: slow)")
     ways.append("more ranks (each holds its part of weights and optimizer)")
     ways.append(f"a smaller --seq-len than {config.seq_len} (another data order, so a new run)")
     return ways

@@ -81,14 +81,19 @@ def model_state(model: nn.Module, ties: dict[str, str]) -> dict[str, torch.Tenso
     return {_bare(name): tensor for name, tensor in model.state_dict().items() if _bare(name) not in ties}
 
 
-def materialize(model: PreTrainedModel, device: torch.device, ties: dict[str, str]) -> None:
+def materialize(model: PreTrainedModel, device: torch.device, ties: dict[str, str], cpu_offload: bool = False) -> None:
     """Give a sharded meta model memory, and all that no checkpoint holds: ties and non-persistent buffers.
 
-    Parameters and persistent buffers hold garbage until a checkpoint is loaded.
+    Parameters and persistent buffers hold garbage until a checkpoint is loaded. With `cpu_offload` the parameters are
+    on the host, the buffers on the device.
     """
-    model.to_empty(device=device)
-    _tie(model, ties)
+    model.to_empty(device=torch.device("cpu") if cpu_offload else device)
+    tie(model, ties)
     recompute_buffers(model)
+    if cpu_offload:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)
 
 
 def recompute_buffers(model: PreTrainedModel) -> None:
@@ -110,7 +115,7 @@ def recompute_buffers(model: PreTrainedModel) -> None:
             raise UnsupportedError(f"transformers {transformers.__version__} doesn't recompute the buffer {name}")
 
 
-def _tie(model: nn.Module, ties: dict[str, str]) -> None:
+def tie(model: nn.Module, ties: dict[str, str]) -> None:
     """`to_empty` gives each end of a tie memory of its own: make them one parameter again."""
     parameters = named_parameters(model)
     for alias, canonical in ties.items():

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ckptool import CkptoolError, UsageError
 from trainer import rendezvous
 
 T = TypeVar("T")
 
-MESH_AXIS = "dp"
+#: Mesh axes, outermost first: copies of the shards, shards of parameters, split layers.
+REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS = "dp_replicate", "dp", "tp"
 
 #: How long a collective may wait before torch itself gives up.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -38,6 +39,26 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     control: dist.ProcessGroup
+    tp_size: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the data this rank trains; the ranks of a tensor-parallel group train the same."""
+        return self.rank // self.tp_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.world_size // self.tp_size
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The axes over which FSDP2 shards and copies."""
+        names = [name for name in self.mesh.mesh_dim_names or () if name != TENSOR_AXIS]
+        return self.mesh[tuple(names)] if len(names) > 1 else self.mesh[names[0]]
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
 
     def from_rank0(self, find: Callable[[], T]) -> T:
         """Call `find` on rank 0 and give its result to every rank; its CkptoolError is raised on every rank.
@@ -67,16 +88,27 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def gather_data(self, value: T) -> list[T]:
+        """One value from each part of the data, in order."""
+        return self.gather(value)[:: self.tp_size]
+
     def sum(self, *values: torch.Tensor | float) -> list[float]:
-        """The sum of each number over the ranks, in float64 and in one round."""
+        """The sum of each number over the parts of the data, in float64 and in one round.
+
+        The ranks of a tensor-parallel group count as one: their mean.
+        """
         total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in values])
         dist.all_reduce(total)
-        return total.tolist()
+        return (total / self.tp_size).tolist()
 
 
 @contextlib.contextmanager
-def joined_ranks(device_option: str) -> Iterator[Ranks]:
-    """Join torchrun's process group, or one of a single rank when not under torchrun, and leave it at the end."""
+def joined_ranks(device_option: str, dp_replicate: int = 1, tp_size: int = 1) -> Iterator[Ranks]:
+    """Join torchrun's process group, or one of a single rank when not under torchrun, and leave it at the end.
+
+    Ranks that are next to each other share layers (`tp_size`), then parameters, then nothing (`dp_replicate` copies).
+    Raises UsageError when the world size can't be cut so.
+    """
     device = _choose_device(device_option)
     is_ours = not dist.is_initialized()
     if is_ours:
@@ -84,10 +116,10 @@ def joined_ranks(device_option: str) -> Iterator[Ranks]:
         rendezvous.join(backend, COLLECTIVE_TIMEOUT)
     world_size = dist.get_world_size()
     control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT)
-    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=(MESH_AXIS,))
+    mesh = _make_mesh(device, world_size, dp_replicate, tp_size)
     is_done = False
     try:
-        yield Ranks(dist.get_rank(), world_size, device, mesh, control)
+        yield Ranks(dist.get_rank(), world_size, device, mesh, control, tp_size)
         is_done = True
     finally:
         # Leaving NCCL waits for peers, which after an error may never answer; the process is about to end anyway.
@@ -95,15 +127,30 @@ def joined_ranks(device_option: str) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def _make_mesh(device: torch.device, world_size: int, dp_replicate: int, tp_size: int) -> DeviceMesh:
+    if world_size % (dp_replicate * tp_size):
+        raise UsageError(
+            f"{world_size} ranks can't be cut into --dp-replicate {dp_replicate} times --tp {tp_size} parts",
+            hint="their product must divide the number of ranks",
+        )
+    sizes = {REPLICATE_AXIS: dp_replicate, SHARD_AXIS: world_size // (dp_replicate * tp_size), TENSOR_AXIS: tp_size}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == SHARD_AXIS}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def shard(
+    model: nn.Module, blocks: list[nn.Module], ranks: Ranks, compute_dtype: torch.dtype, cpu_offload: bool = False
+) -> None:
     """`fully_shard` each block and then the root, which keeps what no block holds.
 
     Tied embeddings and output head are thus in one group, as torch demands. Gradients are summed over ranks, not
-    averaged, because the loss is already divided by the global token count.
+    averaged, because the loss is already divided by the global token count. With `cpu_offload`, weights, gradients and
+    optimizer are on the host, and a block's weights come to the device when it runs.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for module in [*blocks, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=ranks.data_mesh, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -123,3 +170,10 @@ def _choose_device(option: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def make_deterministic() -> None:
+    """Only kernels that give the same bits each time; torch raises an error for an operation that has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

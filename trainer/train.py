@@ -26,6 +26,7 @@ from trainer.model import (
     materialize,
     named_blocks,
     named_parameters,
+    tie,
     ties_of,
 )
 from trainer.optimizer import build_optimizer
@@ -34,6 +35,7 @@ from trainer.parallel import Ranks
 from trainer.schedule import learning_rate
 from trainer.signals import StopSignals
 from trainer.stopwatch import Stopwatch
+from trainer.tensor_parallel import split_tensors
 from trainer.units import MicroBatch
 from trainer.watchdog import Watchdog
 
@@ -62,11 +64,13 @@ def train(config: TrainConfig) -> None:
     """
     with contextlib.ExitStack() as context:
         stop = context.enter_context(StopSignals())
-        ranks = context.enter_context(parallel.joined_ranks(config.device))
+        ranks = context.enter_context(parallel.joined_ranks(config.device, config.dp_replicate, config.tp))
         log, watch = Log(config.root, ranks.rank), Stopwatch()
         context.enter_context(Watchdog(ranks, watch, stop, config.root / "failures", config.hang_minutes * 60))
         context.enter_context(memory_advice(config, watch, ranks.device))
-        config.check(ranks.world_size)
+        config.check(ranks.num_data_ranks)
+        if config.deterministic:
+            parallel.make_deterministic()
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():
             log.say(line)
@@ -95,14 +99,17 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     dtype = checkpoint.param_dtype(config.param_dtype, origin)
     model = build_meta_model(origin.hf_folder, dtype, tie_embeddings=not origin.provenance.untied)
     ties = ties_of(model)
+    if config.tp > 1:
+        split_tensors(model, ranks.mesh[parallel.TENSOR_AXIS], ties)
+        tie(model, ties)
     if config.activation_checkpointing == "block":
         checkpoint_activations(model)
     blocks = list(named_blocks(model).values())
     if config.compile:
         for block in blocks:
             block.compile()
-    parallel.shard(model, blocks, ranks.mesh, compute_dtype(config.compute_dtype, ranks.device))
-    materialize(model, ranks.device, ties)
+    parallel.shard(model, blocks, ranks, compute_dtype(config.compute_dtype, ranks.device), config.cpu_offload)
+    materialize(model, ranks.device, ties, config.cpu_offload)
     parameters = {name: p for name, p in named_parameters(model).items() if name not in ties}
     optimizer = build_optimizer(parameters, config.lr, config.weight_decay)
     return TrainingState(model, optimizer, ties, position)
@@ -122,13 +129,13 @@ def run_steps(run: Run) -> None:
         began = time.perf_counter()
         watch.begin(state.step)
         lr = set_learning_rate(config, state)
-        seed_dropout(config.seed, state.step, ranks.rank)
+        seed_dropout(config.seed, state.step, ranks.data_rank)
         with watch.phase_of("data"):
             batches = list(
-                run.data.micro_batches(state.position, ranks.rank, ranks.world_size, config.micro_batch_size)
+                run.data.micro_batches(state.position, ranks.data_rank, ranks.num_data_ranks, config.micro_batch_size)
             )
             # A step of conversations may hold no trained label at all; its loss is 0.
-            num_tokens = max(1, sum(ranks.gather(sum(batch.num_trained() for batch in batches))))
+            num_tokens = max(1, sum(ranks.gather_data(sum(batch.num_trained() for batch in batches))))
         with watch.phase_of("forward and backward"):
             loss, fed = forward_backward(ranks, state, batches, num_tokens)
             grad_norm = clip_gradients(state, config.grad_clip).item()
@@ -145,7 +152,7 @@ def run_steps(run: Run) -> None:
             mean_loss, must_stop, must_save = ranks.sum(loss, bool(run.stop.received), is_late)
         step_seconds = time.perf_counter() - began
         if config.log_samples:
-            log.samples(attempt, state.step, sorted(unit for part in ranks.gather(fed) for unit in part))
+            log.samples(attempt, state.step, sorted(unit for part in ranks.gather_data(fed) for unit in part))
         if config.saves_after(state.step) or must_save or must_stop:
             with watch.phase_of("save"):
                 state.lanes = run.data.lane_states(ranks)

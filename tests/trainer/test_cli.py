@@ -78,9 +78,9 @@ def test_values_that_can_not_be_are_refused():
 
 def test_more_ranks_than_windows_in_a_step_are_refused(tmp_path):
     with pytest.raises(UsageError, match="7 ranks can't share a global batch of 6"):
-        tiny_config(tmp_path).check(world_size=7)
+        tiny_config(tmp_path).check(num_data_ranks=7)
     with pytest.raises(UsageError, match="no training data"):
-        tiny_config(tmp_path, data=()).check(world_size=1)
+        tiny_config(tmp_path, data=()).check(num_data_ranks=1)
 
 
 def test_saves_fall_on_multiples_and_on_the_end(tmp_path):

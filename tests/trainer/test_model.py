@@ -47,7 +47,7 @@ def test_every_buffer_equals_an_eager_build(hf_folder):
     model = build_meta_model(hf_folder, torch.float32)
     ties, blocks = ties_of(model), named_blocks(model)
     with parallel.joined_ranks("cpu") as ranks:
-        parallel.shard(model, list(blocks.values()), ranks.mesh, torch.float32)
+        parallel.shard(model, list(blocks.values()), ranks, torch.float32)
         materialize(model, ranks.device, ties)
     persistent = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
