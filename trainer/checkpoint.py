@@ -171,6 +171,8 @@ def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: s
     Raises MismatchError when the model or a dtype is not the checkpoint's, or when the data is not and there is no
     reason to accept that.
     """
+    # As many lanes as there are in the checkpoint: whether these are the right ones is for the data to say.
+    state.lanes = _stored_lanes(origin.path)
     stored = state.state_dict()
     ckptool.load(stored, origin.path)
     step = int(stored["step"])
@@ -188,6 +190,16 @@ def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: s
     state.fed = Fed(record.consumed)
     state.lanes = stored["data"].get("lane", {})
     state.step = step
+
+
+def _stored_lanes(path: Path) -> dict[str, dict[str, str]]:
+    """The names of the lanes' states in a checkpoint, by source, as a template to load them into."""
+    lanes: dict[str, dict[str, str]] = {}
+    for fqn in ckptool.open_checkpoint(path).objects:
+        if fqn.startswith("data.lane."):
+            name, _, number = fqn.removeprefix("data.lane.").rpartition(".")
+            lanes.setdefault(name, {})[number] = ""
+    return lanes
 
 
 def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks, log: Log) -> float:

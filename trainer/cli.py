@@ -42,7 +42,7 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     "--data",
     "Training text: a file, a folder (searched for .txt .md .py .jsonl .parquet) or a glob; JSONL and Parquet need a "
     "`text` field. Several: --data A B, or --data A --data B. Or KIND:PATH, with a kind of text, jsonl, parquet, chat, "
-    "hf, stream, tokens or megatron; or a .toml file of [[source]] tables.",
+    "hf, stream, tokens or megatron; loader:MODULE:FUNCTION; or a .toml file of [[source]] tables.",
     multiple=True,
     metavar="PATH...",
 )

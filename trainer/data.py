@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptool import DataPosition, DataSource, UsageError
 from trainer.corpus import Corpus, open_corpus
+from trainer.loader import LoaderData
 from trainer.packing import PACKING_VERSION, Documents, PackedRows
 from trainer.parallel import Ranks
 from trainer.sources.lanes import Lanes, open_lanes, stream_fingerprint
@@ -24,7 +25,7 @@ UNITS: dict[str, type[Windows] | type[PackedRows] | type[Documents]] = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """A source once rank 0 has looked at it. `corpus` is None for a stream, which each rank opens for itself."""
+    """A source once rank 0 has looked at it. `corpus` is None for what each rank opens for itself."""
 
     spec: SourceSpec
     fingerprint: dict[str, str | int]
@@ -44,6 +45,8 @@ def prepare(
 def _prepare(
     spec: SourceSpec, unit: str, seq_len: int, hf_folder: Path, root: Path, say: Callable[[str], None]
 ) -> Prepared:
+    if spec.kind == "loader":
+        return Prepared(spec, {}, None)
     if spec.kind == "stream":
         if unit != "window":
             raise UsageError(f"{spec.name} is a stream, and streams are cut into windows", hint="--unit window")
@@ -57,6 +60,18 @@ def _prepare(
     )
     packing = {"packing_version": PACKING_VERSION} if units.kind != "window" else {}
     return Prepared(spec, {**corpus.fingerprint, **packing}, corpus)
+
+
+def open_data(
+    prepared: list[Prepared], unit: str, seq_len: int, hf_folder: Path, rank: int, world_size: int
+) -> TrainingData | LoaderData:
+    """The data of this rank. Raises UsageError for sources that can't go together."""
+    loader = next((source.spec for source in prepared if source.spec.kind == "loader"), None)
+    if loader is None:
+        return TrainingData(prepared, unit, seq_len, hf_folder)
+    if len(prepared) > 1:
+        raise UsageError(f"{loader.name} is a loader, which can't be mixed with other sources")
+    return LoaderData(loader, rank, world_size, seq_len)
 
 
 class TrainingData:
@@ -124,9 +139,10 @@ class TrainingData:
         return states
 
     def restore_lanes(self, states: dict[str, dict[str, str]]) -> None:
-        """Go on where the lanes stood. Raises MismatchError for another number of them."""
+        """Go on where the lanes stood; a stream without states is new. Raises MismatchError for another number."""
         for name, lanes in self.lanes.items():
-            lanes.restore([states[name][key] for key in sorted(states[name])])
+            if name in states:
+                lanes.restore([states[name][key] for key in sorted(states[name])])
 
 
 def _weights(specs: list[SourceSpec]) -> dict[str, float] | None:

@@ -17,8 +17,9 @@ from ckptool import CkptoolError, DataPosition
 from trainer import checkpoint, parallel
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig
-from trainer.data import TrainingData, prepare
+from trainer.data import TrainingData, open_data, prepare
 from trainer.failures import memory_advice
+from trainer.loader import LoaderData
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.model import (
     build_meta_model,
@@ -51,7 +52,7 @@ class Run:
     ranks: Ranks
     origin: Origin
     state: TrainingState
-    data: TrainingData
+    data: TrainingData | LoaderData
     log: Log
     stop: StopSignals
     watch: Stopwatch
@@ -77,9 +78,8 @@ def train(config: TrainConfig) -> None:
         prepared = ranks.from_rank0(
             lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.root, log.say)
         )
-        data = TrainingData(prepared, config.unit, config.seq_len, origin.hf_folder)
+        data = open_data(prepared, config.unit, config.seq_len, origin.hf_folder, ranks.rank, ranks.world_size)
         state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
-        state.lanes = data.lane_states(ranks)
         if origin.is_resume:
             checkpoint.resume(state, origin, log, config.accept_data_change)
             data.restore_lanes(state.lanes)

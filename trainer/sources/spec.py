@@ -21,6 +21,7 @@ KINDS = {
     "tokens": "token files: raw, .npy, or with llm.c's header",
     "megatron": "a Megatron data set, named by its prefix, its .bin or its .idx",
     "stream": "as hf, or a file, but read while training",
+    "loader": "MODULE:FUNCTION, which makes a loader of your own",
 }
 
 
@@ -108,7 +109,7 @@ def _parse_table(table: dict[str, Any], path: Path, number: int) -> SourceSpec:
     if type(lanes) is not int or lanes < 1:
         raise UsageError(f"{where}: lanes is {lanes!r}, not a positive number")
     beside = path.parent / Path(target).expanduser()
-    if kind not in ("hf", "stream") or beside.exists():
+    if kind not in ("hf", "stream", "loader") or beside.exists():
         target = str(beside)
     options = {key: table[key] for key in ("field", "split", "config", "dtype", "lanes") if key in table}
     return SourceSpec(kind, (target,), table.get("name", _name_of(target)), weight, **options)
