@@ -42,6 +42,11 @@ from ckptool.core.plan import Result
     help="stream: never the whole model in memory. torch: torch's own dcp_to_torch_save, all in memory.",
 )
 @root_option
+@click.option(
+    "--untie", is_flag=True, help="Tied tensors are written under each of their names, and the config says so."
+)
+@click.option("--keys", multiple=True, metavar="GLOB", help="Only tensors whose name in the checkpoint matches.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Without tensors whose name in the checkpoint matches.")
 @overwrite_option
 @dry_run_option
 @output_options
@@ -53,6 +58,9 @@ def command(
     dtype: str,
     max_shard_size: int,
     engine: str,
+    untie: bool,
+    keys: tuple[str, ...],
+    exclude: tuple[str, ...],
     root: Path | None,
     overwrite: bool,
     dry_run: bool,
@@ -73,6 +81,9 @@ def command(
             dtype=dtype,
             max_shard_bytes=max_shard_size,
             engine=engine,
+            untie=untie,
+            keys=keys,
+            exclude=exclude,
             root=root,
             overwrite=overwrite,
             dry_run=dry_run,

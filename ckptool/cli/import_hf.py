@@ -36,6 +36,9 @@ from ckptool.core.plan import Result
     show_default=True,
     help="stream: never the whole model in memory. transformers: from_pretrained on the CPU, then save.",
 )
+@click.option("--untie", is_flag=True, help="Tied tensors are stored apart in the checkpoint, and the config says so.")
+@click.option("--keys", multiple=True, metavar="GLOB", help="Only tensors whose name in the checkpoint matches.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Without tensors whose name in the checkpoint matches.")
 @overwrite_option
 @dry_run_option
 @output_options
@@ -48,6 +51,9 @@ def command(
     dtype: str,
     chunk_size: int,
     engine: str,
+    untie: bool,
+    keys: tuple[str, ...],
+    exclude: tuple[str, ...],
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -69,6 +75,9 @@ def command(
             dtype=dtype,
             chunk_bytes=chunk_size,
             engine=engine,
+            untie=untie,
+            keys=keys,
+            exclude=exclude,
             overwrite=overwrite,
             dry_run=dry_run,
             progress=progress,

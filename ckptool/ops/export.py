@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckptool import engine as copy_engine
@@ -21,7 +21,8 @@ from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import main_dtype, match_config
 from ckptool.formats.hf_folder import EXTRA_NAME, HfSink, HfSource, assign_shards, copy_side_files, side_files
 from ckptool.naming.groups import NamePlan, keep_names
-from ckptool.ops.targets import check_disk, checked_dtype, refuse_own_source
+from ckptool.naming.selection import select_sources
+from ckptool.ops.targets import check_disk, checked_dtype, chooser, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
 from ckptool.storage.staging import refuse_existing, staged_directory, staged_file
@@ -42,6 +43,7 @@ class HfExport:
     cast: str | None
     max_shard_bytes: int
     extra: frozenset[str]
+    untie: bool = False
 
     @property
     def hf_folder(self) -> Path:
@@ -60,6 +62,9 @@ def export(
     dtype: str = "keep",
     max_shard_bytes: int = 5_000_000_000,
     engine: str = "stream",
+    untie: bool = False,
+    keys: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     root: Path | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -68,7 +73,9 @@ def export(
     """Write the model of checkpoint `name` as a Hugging Face folder (`to="hf"`), or all of it as a .pt file ("torch").
 
     The default `out` is beside the checkpoint: `NAME-hf` or `NAME.pt`. `engine` "stream" copies in constant memory,
-    "torch" takes `dcp_to_torch_save` and holds everything. `overwrite` replaces an existing `out` once the new one is
+    "torch" takes `dcp_to_torch_save` and holds everything. `untie` stores tied tensors under each of their names, and
+    the config says so (hf only). `keys` and `exclude` are globs of the checkpoint's names: only a part is exported.
+    `overwrite` replaces an existing `out` once the new one is
     safe on the disk. Raises a CkptoolError; `out` then is as it was.
     """
     start = time.monotonic()
@@ -76,13 +83,16 @@ def export(
         raise UsageError(f"--engine {engine}: choose one of {', '.join(ENGINES)}")
     if max_shard_bytes < 1:
         raise UsageError("--max-shard-size must be at least one byte")
+    if engine != "stream" and (keys or exclude):
+        raise UsageError("--keys and --exclude go with --engine stream")
     cast = checked_dtype(dtype)
+    is_chosen = chooser(keys, exclude)
     path = resolve(name, root)
     if to == "torch":
-        if cast:
-            raise UsageError("--dtype goes with --to hf: the .pt file holds what the checkpoint holds")
+        if cast or untie:
+            raise UsageError("--dtype and --untie go with --to hf: the .pt file holds what the checkpoint holds")
         target = (out or path.parent / f"{path.name}.pt").absolute()
-        plan = _to_torch(path, target, engine, overwrite, dry_run, progress)
+        plan = _to_torch(path, target, engine, is_chosen, overwrite, dry_run, progress)
         return Result("export", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
     if to != "hf":
         raise UsageError(f"--to {to}: choose hf or torch")
@@ -90,8 +100,11 @@ def export(
     refuse_existing(target, overwrite)
     refuse_own_source(path, target)
     with contextlib.closing(ModelSource(path)) as source:
-        job = _hf_job(path, target, source, cast, max_shard_bytes)
-        plan, shards = _plan_hf(job)
+        job = _hf_job(path, target, source, cast, max_shard_bytes, untie)
+        names = _name_tensors(job)
+        if keys or exclude:
+            names = select_sources(names, lambda live: is_chosen(MODEL_PREFIX + live))
+        plan, shards = _plan_hf(job, names)
         check_disk(target, plan)
         notes = [*plan.notes]
         if not dry_run:
@@ -140,7 +153,9 @@ class ModelSource:
             self._extra.close()
 
 
-def _hf_job(path: Path, target: Path, source: ModelSource, cast: str | None, max_shard_bytes: int) -> HfExport:
+def _hf_job(
+    path: Path, target: Path, source: ModelSource, cast: str | None, max_shard_bytes: int, untie: bool
+) -> HfExport:
     manifest = source.manifest
     live = {f.removeprefix(MODEL_PREFIX): e for f, e in manifest.tensors.items() if f.startswith(MODEL_PREFIX)}
     if not live:
@@ -148,8 +163,10 @@ def _hf_job(path: Path, target: Path, source: ModelSource, cast: str | None, max
             f"{path} has no `model.*` tensors to export",
             hint=f"ckptool inspect {path} shows what it holds; --to torch exports all of it",
         )
-    chosen = _choose_tied(live, manifest)
-    return HfExport(path, target, manifest, chosen, cast, max_shard_bytes, source.extra)
+    chosen = {fqn: dataclasses.replace(entry, fqn=fqn) for fqn, entry in live.items()}
+    if not untie:
+        chosen = _choose_tied(chosen, manifest)
+    return HfExport(path, target, manifest, chosen, cast, max_shard_bytes, source.extra, untie)
 
 
 def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[str, TensorEntry]:
@@ -157,7 +174,7 @@ def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[st
     provenance = manifest.provenance
     ties = {a.removeprefix(MODEL_PREFIX): c.removeprefix(MODEL_PREFIX) for a, c in manifest.ties.items()}
     stored = set(provenance.stored_tied_names) if provenance else set()
-    chosen = {fqn: dataclasses.replace(entry, fqn=fqn) for fqn, entry in live.items()}
+    chosen = dict(live)
     for canonical in set(ties.values()):
         names = {canonical, *(alias for alias, target in ties.items() if target == canonical)}
         keep = names & stored or {canonical}
@@ -166,12 +183,12 @@ def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[st
     return chosen
 
 
-def _plan_hf(job: HfExport) -> tuple[Plan, dict[str, list[TensorEntry]]]:
+def _plan_hf(job: HfExport, names: NamePlan) -> tuple[Plan, dict[str, list[TensorEntry]]]:
     side = side_files(job.hf_folder) if job.hf_folder.is_dir() else []
     plan = plan_conversion(
         "export",
         job.manifest,
-        _name_tensors(job),
+        names,
         str(job.target),
         cut=stream_tensor,
         piece_bytes=PIECE_BYTES,
@@ -213,15 +230,17 @@ def _finish_folder(job: HfExport, staging: Path, plan: Plan) -> list[str]:
     written = [entry for item in plan.items for entry in item.targets]
     provenance = job.provenance
     source_dtype = provenance.source.get("dtype") if provenance else None
+    untied = job.untie or bool(provenance and provenance.untied)
     quantised = provenance.source.get("quantization") if provenance else None
     notes = [f"the source was quantised with {quantised}; these weights are not"] if quantised else []
-    return notes + match_config(staging, main_dtype(written), source_dtype, bool(provenance and provenance.untied))
+    return notes + match_config(staging, main_dtype(written), source_dtype, untied)
 
 
 def _to_torch(
     path: Path,
     target: Path,
     engine: str,
+    is_chosen: Callable[[str], bool],
     overwrite: bool,
     dry_run: bool,
     progress: Callable[[Plan], Progress] | None,
@@ -231,12 +250,10 @@ def _to_torch(
     refuse_existing(target, overwrite, is_file=True)
     refuse_own_source(path, target)
     with contextlib.closing(DcpSource(path)) as source:
-        shapes = {fqn: entry.shape for fqn, entry in source.manifest.tensors.items()}
-        names = keep_names(shapes, None, "")
+        manifest = _part(source.manifest, is_chosen)
+        names = keep_names({fqn: entry.shape for fqn, entry in manifest.tensors.items()}, None, "")
         names = dataclasses.replace(names, notes=())
-        plan = plan_conversion(
-            "export", source.manifest, names, str(target), cut=stream_tensor, piece_bytes=PIECE_BYTES
-        )
+        plan = plan_conversion("export", manifest, names, str(target), cut=stream_tensor, piece_bytes=PIECE_BYTES)
         check_disk(target, plan)
         if dry_run:
             return plan
@@ -247,8 +264,20 @@ def _to_torch(
                 # Its raw unpickling of .metadata is safe here: DcpSource has read the same file by the allow-list.
                 dcp_to_torch_save(path, staging)
             else:
-                sink = TorchFileSink(staging, source.manifest)
-                for fqn in source.manifest.objects:
+                sink = TorchFileSink(staging, manifest)
+                for fqn in manifest.objects:
                     sink.write_object(fqn, source.read_object(fqn))
                 copy_engine.run(plan, source, sink, progress(plan) if progress else None)
     return plan
+
+
+def _part(manifest: Manifest, is_chosen: Callable[[str], bool]) -> Manifest:
+    """The chosen tensors and objects. Raises NotFoundError when there are none."""
+    tensors = {fqn: entry for fqn, entry in manifest.tensors.items() if is_chosen(fqn)}
+    objects = {fqn: entry for fqn, entry in manifest.objects.items() if is_chosen(fqn)}
+    if not tensors and not objects:
+        raise NotFoundError(
+            f"{manifest.location}: nothing to export with these --keys and --exclude",
+            hint=f"ckptool inspect {manifest.location} shows the names",
+        )
+    return dataclasses.replace(manifest, tensors=tensors, objects=objects)

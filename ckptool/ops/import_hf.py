@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptool import engine as copy_engine
@@ -14,12 +15,14 @@ from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Provenance
 from ckptool.errors import UsageError
 from ckptool.formats.dcp_sink import DcpSink
+from ckptool.formats.hf_config import match_config
 from ckptool.formats.hf_folder import EXTRA_NAME, HfSink
 from ckptool.hub import Located, locate
 from ckptool.naming.groups import NamePlan, keep_names
+from ckptool.naming.selection import select_targets, untie_all
 from ckptool.ops.inputs import ModelInput, open_input
 from ckptool.ops.provenance import new_provenance, write_provenance
-from ckptool.ops.targets import check_disk, checked_dtype, new_target, refuse_own_source
+from ckptool.ops.targets import check_disk, checked_dtype, chooser, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.staging import refuse_existing, staged_directory
 
@@ -43,6 +46,9 @@ def import_hf(
     dtype: str = "keep",
     chunk_bytes: int = 32 << 20,
     engine: str = "stream",
+    untie: bool = False,
+    keys: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Callable[[Plan], Progress] | None = None,
@@ -51,14 +57,18 @@ def import_hf(
 
     Every tensor is stored under `model.<live parameter name>` in dim-0 chunks of at most `chunk_bytes`, tied tensors
     once. `dtype` is "keep" or a `core.dtypes.DTYPE_OPTIONS` key; floats only are cast. `engine` "stream" copies in
-    constant memory, "transformers" loads the whole model through `from_pretrained`. `overwrite` replaces an existing
-    target once the new one is safe on the disk. Raises a CkptoolError; the target then is as it was.
+    constant memory, "transformers" loads the whole model through `from_pretrained`. `untie` stores tied tensors apart,
+    and the config says so. `keys` and `exclude` are globs of the names in the checkpoint: only a part is imported.
+    `overwrite` replaces an existing target once the new one is safe on the disk. Raises a CkptoolError; the target then
+    is as it was.
     """
     start = time.monotonic()
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine}: choose one of {', '.join(ENGINES)}")
     if chunk_bytes < 1:
         raise UsageError("--chunk-size must be at least one byte")
+    if engine != "stream" and (untie or keys or exclude):
+        raise UsageError("--untie, --keys and --exclude go with --engine stream")
     cast = checked_dtype(dtype)
     located = locate(src, revision)
     target = new_target(name or located.default_name, root)
@@ -73,7 +83,7 @@ def import_hf(
 
     model = open_input(located.path, cast)
     with contextlib.closing(model.source) as source:
-        names = model.names
+        names = _settled(model.names, untie, keys, exclude)
         extra_bytes = sum(source.manifest.tensors[name].num_bytes for name in names.extra)
         num_records = len(source.manifest.tensors) + model.side.num_files
         plan = plan_conversion(
@@ -93,11 +103,25 @@ def import_hf(
             return Result("import-hf", str(target), plan, False, time.monotonic() - start, notes)
         with staged_directory(target, overwrite) as staging:
             model.side.write(staging / "hf")
+            if untie:
+                notes = (*notes, *match_config(staging / "hf", None, None, untied=True))
             _keep_extra(staging / "hf", source, names)
-            write_provenance(staging, _provenance(located, model))
+            write_provenance(staging, _provenance(located, model, names))
             sink = _open_sink(staging, plan, names)
             copy_engine.run(plan, source, sink, progress(plan) if progress else None)
     return Result("import-hf", str(target), plan, True, time.monotonic() - start, notes)
+
+
+def _settled(names: NamePlan, untie: bool, keys: Sequence[str], exclude: Sequence[str]) -> NamePlan:
+    """The plan as the options want it."""
+    if untie:
+        names = untie_all(names)
+    if not keys and not exclude:
+        return names
+    is_chosen = chooser(keys, exclude)
+    kept = tuple(name for name in names.extra if is_chosen(MODEL_PREFIX + name))
+    names = dataclasses.replace(names, extra=kept)
+    return select_targets(names, lambda name: is_chosen(MODEL_PREFIX + name))
 
 
 def _open_sink(staging: Path, plan: Plan, names: NamePlan) -> DcpSink:
@@ -124,11 +148,10 @@ def model_paths(fqns: list[str]) -> dict[str, tuple[str | int, ...]]:
     return {fqn: ("model", fqn.removeprefix(MODEL_PREFIX)) for fqn in fqns}
 
 
-def _provenance(located: Located, model: ModelInput) -> Provenance:
+def _provenance(located: Located, model: ModelInput, names: NamePlan) -> Provenance:
     origin = {**located.origin, "dtype": model.dtype}
     if model.quantisation:
         origin["quantization"] = model.quantisation
-    names = model.names
     return new_provenance(
         source=origin,
         naming=names.naming,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptool.core.dtypes import DTYPE_OPTIONS
@@ -45,6 +47,16 @@ def checked_dtype(option: str) -> str | None:
     if option not in DTYPE_OPTIONS:
         raise UsageError(f"--dtype {option}: choose one of keep, {', '.join(DTYPE_OPTIONS)}")
     return DTYPE_OPTIONS[option]
+
+
+def chooser(keys: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool]:
+    """Which names the globs of `--keys` (none: all) and `--exclude` choose."""
+
+    def is_chosen(name: str) -> bool:
+        wanted = not keys or any(fnmatch.fnmatchcase(name, glob) for glob in keys)
+        return wanted and not any(fnmatch.fnmatchcase(name, glob) for glob in exclude)
+
+    return is_chosen
 
 
 def check_disk(target: Path, plan: Plan) -> None:

@@ -1,0 +1,119 @@
+"""Parts of a model, and tied weights taken apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.errors import MismatchError, NotFoundError, UsageError
+from tests.tiny_models import llama, mixtral, save_folder
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
+    return save_folder(llama(), tmp_path / "model")
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def config_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("engine", ["stream", "torch"])
+def test_an_export_untied(tied: Path, tmp_path: Path, engine: str) -> None:
+    ckptool.import_hf(str(tied), "base", root=tmp_path)
+    ckptool.export("base", root=tmp_path, untie=True, engine=engine)
+    out = tmp_path / "base-hf"
+    found, stored = tensors(out), tensors(tied)
+    assert torch.equal(found.pop("lm_head.weight"), stored["model.embed_tokens.weight"])
+    assert set(found) == set(stored)
+    assert config_of(out) == {**config_of(tied), "tie_word_embeddings": False}
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+    tokens = torch.arange(2, 14).view(1, -1)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tied)
+    assert torch.equal(model(tokens).logits, reference(tokens).logits)
+
+
+def test_an_import_untied_stays_so(tied: Path, tmp_path: Path) -> None:
+    result = ckptool.import_hf(str(tied), "base", root=tmp_path, untie=True, dtype="fp32", chunk_bytes=1000)
+    assert "untied: lm_head.weight" in result.notes
+    manifest = ckptool.open_checkpoint(tmp_path / "base")
+    assert manifest.ties == {}
+    places = [manifest.tensors[f"model.{n}"].chunks[0].locator for n in ("lm_head.weight", "model.embed_tokens.weight")]
+    assert places[0] != places[1]
+    assert config_of(tmp_path / "base" / "hf")["tie_word_embeddings"] is False
+    ckptool.export("base", root=tmp_path, dtype="bf16")
+    found, stored = tensors(tmp_path / "base-hf"), tensors(tied)
+    assert torch.equal(found.pop("lm_head.weight"), stored["model.embed_tokens.weight"])
+    assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
+    assert config_of(tmp_path / "base-hf")["tie_word_embeddings"] is False
+
+
+def test_a_part_is_imported(tied: Path, tmp_path: Path) -> None:
+    result = ckptool.import_hf(
+        str(tied), "part", root=tmp_path, keys=["model.model.layers.0.*", "*norm*"], exclude=["*.mlp.*"]
+    )
+    found = set(ckptool.open_checkpoint(tmp_path / "part").tensors)
+    assert "model.model.layers.0.self_attn.q_proj.weight" in found and "model.model.norm.weight" in found
+    assert not any(".mlp." in name or "embed" in name or "lm_head" in name for name in found)
+    assert any("leave out" in note for note in result.notes)
+
+
+def test_a_part_is_exported(tied: Path, tmp_path: Path) -> None:
+    ckptool.import_hf(str(tied), "base", root=tmp_path)
+    ckptool.export("base", root=tmp_path, keys=["model.model.layers.1.*"], exclude=["*proj*"])
+    norms = {"model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"}
+    assert set(tensors(tmp_path / "base-hf")) == norms
+    ckptool.export("base", to="torch", root=tmp_path, out=tmp_path / "part.pt", exclude=["*layers*"])
+    state = torch.load(tmp_path / "part.pt", weights_only=True)["model"]
+    assert set(state) == {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
+
+
+def test_a_part_of_what_is_converted_together(tmp_path: Path) -> None:
+    folder = save_folder(mixtral(), tmp_path / "model")
+    ckptool.import_hf(str(folder), "base", root=tmp_path)
+    result = ckptool.export("base", root=tmp_path, keys=["*layers.0.mlp.experts.gate_up_proj"])
+    found, stored = tensors(Path(result.target)), tensors(folder)
+    assert len(found) == 10 and all(torch.equal(tensor, stored[name]) for name, tensor in found.items())
+
+
+def test_nothing_chosen_is_an_error(tied: Path, tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="leave nothing"):
+        ckptool.import_hf(str(tied), "base", root=tmp_path, keys=["zzz"])
+    ckptool.import_hf(str(tied), "base", root=tmp_path)
+    for to in ("hf", "torch"):
+        with pytest.raises(NotFoundError):
+            ckptool.export("base", to=to, root=tmp_path, keys=["zzz"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "model"]
+
+
+def test_options_that_do_not_go_together(tied: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--engine stream"):
+        ckptool.import_hf(str(tied), "base", root=tmp_path, untie=True, engine="transformers")
+    ckptool.import_hf(str(tied), "base", root=tmp_path)
+    with pytest.raises(UsageError, match="--engine stream"):
+        ckptool.export("base", root=tmp_path, keys=["*"], engine="torch")
+    with pytest.raises(UsageError, match="--untie"):
+        ckptool.export("base", root=tmp_path, to="torch", untie=True)
+
+
+def test_on_the_command_line(tied: Path, tmp_path: Path) -> None:
+    root = ["--root", str(tmp_path), "--quiet"]
+    assert run(["import-hf", str(tied), "base", "--untie", "--exclude", "*layers.1*", *root]) == 0
+    assert len(ckptool.open_checkpoint(tmp_path / "base").tensors) == 3 + 9
+    with pytest.raises(MismatchError, match="lacks tensors"):
+        ckptool.export("base", root=tmp_path)
+    assert run(["import-hf", str(tied), "whole", *root]) == 0
+    assert run(["export", "whole", "--keys", "*norm*", "--keys", "*head*", "--untie", *root]) == 0
+    assert set(tensors(tmp_path / "whole-hf")) >= {"lm_head.weight", "model.norm.weight"}
