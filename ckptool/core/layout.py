@@ -36,9 +36,9 @@ class Rule:
 
 
 class Layout:
-    """The placements of a checkpoint's tensors on a mesh; the first rule that matches wins, axis by axis.
+    """The placements of a checkpoint's tensors on a mesh.
 
-    An optimizer's state has the placements of its parameter. Raises UsageError for an axis that no rule explains,
+    Axis by axis, a rule for the whole name wins, then the first glob that matches. An optimizer's state has the placements of its parameter. Raises UsageError for an axis that no rule explains,
     MismatchError for a rule that names no parameter or a dim that one doesn't have.
     """
 
@@ -64,6 +64,8 @@ class Layout:
             raise UsageError(f"placements for {name_some(unknown)}, which is no axis of the mesh {self.mesh}")
         if parts := {rule.pattern for rule in rules if rule.axis in FSDP_AXES and rule.num_parts > 1}:
             raise UsageError(f"FSDP cuts dims as wholes, not in parts: {name_some(parts)}")
+        if len(fsdp := [axis for axis in self.mesh.axes if axis in FSDP_AXES]) > 1:
+            raise UsageError(f"mesh axes {' and '.join(fsdp)} both stand for FSDP: make them one")
         for axis, size in self.mesh.to_json().items():
             if size > 1 and axis not in {*named, *FSDP_AXES, *COPY_AXES}:
                 raise UsageError(

@@ -61,6 +61,18 @@ def test_parameters_are_found_wherever_the_model_is(names: dict[str, tuple[int, 
     assert set(found) == set(names) and set(found.values()) == expected
 
 
+def test_a_whole_name_wins_over_patterns_and_the_first_pattern_over_others() -> None:
+    rules = [Rule("tp", "*.weight", 0), Rule("tp", "b.*", None), Rule("tp", "a.weight", 1)]
+    layout = Layout(Mesh.parse("tp=2"), rules, TRAINING)
+    assert layout.placements["model.a.weight"] == layout.placements["optim.state.a.weight.exp_avg"] == (Shard(1),)
+    assert layout.placements["model.b.weight"] == (Shard(0),)
+
+
+def test_two_axes_for_fsdp_are_one_too_many() -> None:
+    with pytest.raises(UsageError, match="mesh axes dp_shard and dp both stand for FSDP"):
+        Layout(Mesh.parse("dp_shard=2,dp=2"), [], TRAINING)
+
+
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
