@@ -38,8 +38,9 @@ class Rule:
 class Layout:
     """The placements of a checkpoint's tensors on a mesh.
 
-    Axis by axis, a rule for the whole name wins, then the first glob that matches. An optimizer's state has the placements of its parameter. Raises UsageError for an axis that no rule explains,
-    MismatchError for a rule that names no parameter or a dim that one doesn't have.
+    Axis by axis, a rule for the whole name wins, then the first glob that matches. An optimizer's state has the
+    placements of its parameter. Raises UsageError for an axis that no rule explains, MismatchError for a rule that
+    names no parameter or a dim that one doesn't have.
     """
 
     def __init__(self, mesh: Mesh, rules: Iterable[Rule], tensors: Mapping[str, TensorEntry]) -> None:
