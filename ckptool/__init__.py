@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckptool.runs import find_latest as find_latest
     from ckptool.runs import list_checkpoints as list_checkpoints
     from ckptool.runs import resolve as resolve
+    from ckptool.sampler import GlobalBatchSampler as GlobalBatchSampler
 
     open_checkpoint = read_manifest
 
@@ -51,6 +52,7 @@ _HOMES = {
     "UsageError": "ckptool.errors",
     "DataPosition": "ckptool.core.position",
     "Fed": "ckptool.core.history",
+    "GlobalBatchSampler": "ckptool.sampler",
     "accept_data_change": "ckptool.core.position_edits",
     "rank_units": "ckptool.core.position",
     "DataSource": "ckptool.core.data_source",
@@ -77,6 +79,7 @@ __all__ = [
     "DataPosition",
     "DataSource",
     "Fed",
+    "GlobalBatchSampler",
     "MismatchError",
     "Naming",
     "NotFoundError",

@@ -18,12 +18,24 @@ PACKAGE = TOP / "ckptool"
 LAYERS = (
     {"cli", "__main__"},
     {"ops"},
-    {"planner", "engine", "formats", "naming", "hub", "runs", "distributed", "ranks", "template", "load_check"},
+    {
+        "planner",
+        "engine",
+        "formats",
+        "naming",
+        "hub",
+        "runs",
+        "distributed",
+        "ranks",
+        "template",
+        "load_check",
+        "sampler",
+    },
     {"storage"},
     {"core"},
     {"errors"},
 )
-EAGER_TORCH_PARTS = {"naming", "engine", "distributed", "ranks", "template", "load_check"}
+EAGER_TORCH_PARTS = {"naming", "engine", "distributed", "ranks", "template", "load_check", "sampler"}
 EAGER_TORCH_FILES = {"formats/dcp_adapters.py", "formats/dcp_reader.py"}
 MAX_LINES = 500
 HELP_SECONDS = 0.4
@@ -146,6 +158,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "DataPosition",
         "DataSource",
         "Fed",
+        "GlobalBatchSampler",
         "MismatchError",
         "Naming",
         "NotFoundError",
