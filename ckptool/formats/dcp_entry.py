@@ -6,12 +6,14 @@ Only the zip's directory, its headers and `data.pkl` are read here, a few KB per
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckptool.core.dtypes import ITEMSIZE_BYTES
@@ -25,6 +27,9 @@ from ckptool.storage.safe_pickle import FrozenType
 _MAX_READ_BYTES = 16 << 10  # far more than the description of one tensor takes
 _TAIL_BYTES = 2048
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_RECORD_BYTES = 46  # of the zip's directory, without the name, extra field and comment whose lengths it holds
+_RECORD_LENGTHS = struct.Struct("<28xHHH12x")
+_RECORD_CRC_OFFSET = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +63,90 @@ def read_entry(reader: RangeReader, locator: Locator) -> StoredTensor:
     Raises DamagedError when the bytes there are not such an archive or contradict themselves, UnsafeError when its
     pickle wants more than to describe a tensor, UnsupportedError for tensors that this project can't carry faithfully.
     """
+    for sample in _samples.get(locator.length, ()):
+        stored = sample.read_alike(reader, locator)
+        if stored is not None:
+            return stored
     name = f"{reader.path_of(locator.file)} at byte {locator.offset}"
     window = _Window(reader, locator)
     try:
         with zipfile.ZipFile(window) as archive:
-            return _read_archive(archive, window, locator, name)
+            stored = _read_archive(archive, window, locator, name)
+            with contextlib.suppress(zipfile.BadZipFile, struct.error, ValueError):
+                _keep_sample(archive, window, locator, stored)
+            return stored
     except (zipfile.BadZipFile, struct.error, ValueError, EOFError, RuntimeError, OverflowError) as error:
         raise DamagedError(f"{name}: not a whole torch.save archive ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """An archive that was read and found good. Another one with the same bytes around its payload is as good.
+
+    `head` is all before the payload and `tail` all after it, with zeros in the places `free`, where archives of one
+    dtype and shape differ: the payload's CRC32 (`crc32`: where the directory has it), torch's fingerprint and its own.
+    """
+
+    stored: StoredTensor
+    head: bytes
+    tail: bytes
+    free: tuple[slice, ...]
+    crc32: slice
+
+    def read_alike(self, reader: RangeReader, locator: Locator) -> StoredTensor | None:
+        """The tensor at `locator`, whose archive has the sample's length; None when it is of another kind."""
+        if reader.read(locator.file, locator.offset, len(self.head)) != self.head:
+            return None
+        tail = reader.read(locator.file, locator.offset + locator.length - len(self.tail), len(self.tail))
+        if _blanked(tail, self.free) != self.tail:
+            return None
+        crc32 = int.from_bytes(tail[self.crc32], "little")
+        return replace(self.stored, payload_offset=locator.offset + len(self.head), crc32=crc32)
+
+
+#: By an archive's length, the latest of each kind; a checkpoint has thousands of chunks and a few kinds.
+_samples: dict[int, tuple[_Sample, ...]] = {}
+_MAX_LENGTHS = 256
+_MAX_KINDS = 4
+
+
+def _keep_sample(archive: zipfile.ZipFile, window: _Window, locator: Locator, stored: StoredTensor) -> None:
+    """Remember an archive by which others can be recognised. Raises what an unusual one makes zipfile raise."""
+    start = stored.payload_offset - locator.offset
+    end = start + stored.payload_bytes
+    if start > _MAX_READ_BYTES or locator.length - end > _TAIL_BYTES or not stored.payload_bytes:
+        return
+    free: list[slice] = []
+    crc32 = None
+    record = archive.start_dir
+    for member in archive.infolist():
+        content = _payload_start(window, member)
+        in_directory = slice(record - end + _RECORD_CRC_OFFSET, record - end + _RECORD_CRC_OFFSET + 4)
+        after = content + member.file_size - end
+        if content == start and member.file_size:
+            crc32 = in_directory
+            free += [in_directory, slice(after + 4, after + 8)]
+        elif member.filename.endswith("/.data/serialization_id"):
+            free += [in_directory, slice(content - end, after), slice(after + 4, after + 8)]
+        window.seek(record)
+        record += _RECORD_BYTES + sum(_RECORD_LENGTHS.unpack(window.read(_RECORD_BYTES)))
+    window.seek(0)
+    head = window.read(start)
+    window.seek(end)
+    tail = window.read(locator.length - end)
+    if crc32 is None or any(place.start < 0 for place in free) or int.from_bytes(tail[crc32], "little") != stored.crc32:
+        return
+    if len(_samples) >= _MAX_LENGTHS:
+        _samples.clear()
+    sample = _Sample(stored, head, _blanked(tail, free), tuple(free), crc32)
+    _samples[locator.length] = (sample, *_samples.get(locator.length, ()))[:_MAX_KINDS]
+
+
+def _blanked(raw: bytes, places: Iterable[slice]) -> bytes:
+    blanked = bytearray(raw)
+    for place in places:
+        blanked[place] = bytes(place.stop - place.start)
+    return bytes(blanked)
 
 
 class _Pickled(NamedTuple):

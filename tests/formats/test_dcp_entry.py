@@ -18,6 +18,7 @@ import torch
 from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.core.tensors import Locator
 from ckptool.errors import CkptoolError, DamagedError, UnsafeError, UnsupportedError
+from ckptool.formats import dcp_entry
 from ckptool.formats.dcp_entry import StoredTensor, read_entry
 from ckptool.storage.files import RangeReader
 
@@ -183,3 +184,33 @@ def test_every_flipped_byte_is_harmless_or_noticed(tmp_path: Path) -> None:
             assert stored.payload_offset + stored.payload_bytes <= len(PREFIX) + len(GOOD)
             assert stored.payload_bytes == expected.payload_bytes
     assert refused > 20
+
+
+def outcome(folder: Path, blob: bytes) -> StoredTensor | str:
+    try:
+        return locate(folder, blob)
+    except CkptoolError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_archives_like_one_that_was_read_are_taken_for_what_they_are(tmp_path: Path) -> None:
+    tensors = [torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16), torch.randn(16, 8, dtype=torch.float64)[:8]]
+    dcp_entry._samples.clear()
+    for tensor in (*tensors, *tensors):
+        stored = locate(tmp_path, saved(tensor.clone()))
+        assert (stored.shape, stored.dtype) == (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        assert payload(tmp_path, stored) == tensor.numpy().tobytes()
+        assert stored.crc32 == zlib.crc32(tensor.numpy().tobytes())
+
+
+def test_a_changed_archive_is_not_taken_for_like_one_that_was_read(tmp_path: Path) -> None:
+    """Every fourth byte around the payload, flipped: the same outcome as without the memory of a good one."""
+    good = saved(torch.zeros(16, 8))
+    start = locate(tmp_path, good).payload_offset - len(PREFIX)
+    for place in [*range(0, start, 4), *range(start + 512, len(good), 4)]:
+        bad = good[:place] + bytes([good[place] ^ 0x41]) + good[place + 1 :]
+        dcp_entry._samples.clear()
+        alone = outcome(tmp_path, bad)
+        dcp_entry._samples.clear()
+        locate(tmp_path, good)
+        assert outcome(tmp_path, bad) == alone, place
