@@ -13,24 +13,22 @@ import math
 from ckptool.core.box import Box
 from ckptool.core.tensors import Chunk, TensorEntry
 
-#: World sizes whose row splits the cuts follow, most usual first; a later one's cut too close to an earlier one's is
-#: dropped.
-WORLD_SIZES = (2, 4, 8, 3, 16, 6, 5, 7)
-
-#: A chunk smaller than this costs more in archive overhead (about 1.3 kB) than it saves.
-MIN_CHUNK_BYTES = 32 << 10
+#: World sizes whose row splits the cuts follow, most usual first, and the smallest chunk that a cut for them may leave;
+#: a cut too close to an earlier one is dropped. A chunk costs about 1.3 kB of archive around it: for the powers of two,
+#: whose cuts nest, that is worth more than reading bytes of another rank.
+WORLD_SIZES = {2: 8 << 10, 4: 8 << 10, 8: 8 << 10, 16: 8 << 10, 3: 32 << 10, 6: 32 << 10, 5: 32 << 10, 7: 32 << 10}
 
 
 def row_cuts(num_rows: int, row_bytes: int, max_chunk_bytes: int) -> list[int]:
     """Ascending row numbers to cut before, each in (0, num_rows).
 
-    Chunks get at most `max_chunk_bytes` (or one row, when a row is larger), and at least `MIN_CHUNK_BYTES` unless
+    Chunks get at most `max_chunk_bytes` (or one row, when a row is larger), and at least what `WORLD_SIZES` has unless
     the upper bound asks for less.
     """
     max_rows = max(1, max_chunk_bytes // max(1, row_bytes))
-    min_rows = min(max_rows, max(1, math.ceil(MIN_CHUNK_BYTES / max(1, row_bytes))))
     edges = [0, num_rows]
-    for world_size in WORLD_SIZES:
+    for world_size, min_chunk_bytes in WORLD_SIZES.items():
+        min_rows = min(max_rows, max(1, math.ceil(min_chunk_bytes / max(1, row_bytes))))
         rows_per_rank = math.ceil(num_rows / world_size)
         for edge in range(rows_per_rank, num_rows, rows_per_rank):
             place = bisect.bisect_left(edges, edge)
