@@ -185,12 +185,12 @@ class Language(nn.Module):
 
 
 class Training:
-    """A tiny model in float64 with AdamW on the ranks of `mesh`; the same batch of NUM_ROWS rows each step."""
+    """A tiny model with AdamW on the ranks of `mesh`; the same batch of NUM_ROWS rows each step."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         self.mesh, self.num_ranks = mesh, mesh.size()
         torch.manual_seed(8)
-        self.model = Language().double()
+        self.model = Language().to(dtype)
         for block in self.model.blocks:
             fully_shard(block, mesh=self.mesh)
         fully_shard(self.model, mesh=self.mesh)
@@ -216,13 +216,13 @@ class Training:
         return total.item() / self.num_ranks, norm.full_tensor().item()  # type: ignore[attr-defined]
 
 
-def train_and_save(rank: int, root: str, world_sizes: list[int]) -> list[tuple[float, float]]:
+def train_and_save(rank: int, root: str, world_sizes: list[int], dtype: torch.dtype) -> list[tuple[float, float]]:
     """Steps on each number of ranks, saved by plain dcp.save, and what the next step gives without interruption."""
     next_steps = []
     for num_ranks in world_sizes:
         mesh = DeviceMesh("cpu", list(range(num_ranks)))
         if rank < num_ranks:
-            run = Training(mesh)
+            run = Training(mesh, dtype)
             for _ in range(STEPS_BEFORE):
                 run.step()
             dcp.save(run.state(), checkpoint_id=f"{root}/{num_ranks}", process_group=mesh.get_group())
@@ -231,12 +231,12 @@ def train_and_save(rank: int, root: str, world_sizes: list[int]) -> list[tuple[f
     return next_steps
 
 
-def resume_all(rank: int, root: str, world_sizes: list[int]) -> list[tuple[float, float]]:
+def resume_all(rank: int, root: str, world_sizes: list[int], dtype: torch.dtype) -> list[tuple[float, float]]:
     next_steps = []
     for before, after in itertools.product(world_sizes, repeat=2):
         mesh = DeviceMesh("cpu", list(range(after)))
         if rank < after:
-            run = Training(mesh)
+            run = Training(mesh, dtype)
             state = run.state()
             dcp.load(state, checkpoint_id=f"{root}/{before}to{after}", process_group=mesh.get_group())
             run.model.load_state_dict(state["model"])
@@ -245,22 +245,28 @@ def resume_all(rank: int, root: str, world_sizes: list[int]) -> list[tuple[float
     return next_steps
 
 
-def check_training_goes_on(root: Path, world_sizes: list[int]) -> None:
-    uninterrupted = run_ranks(max(world_sizes), train_and_save, str(root), world_sizes)[0]
+def check_training_goes_on(root: Path, world_sizes: list[int], dtype: torch.dtype, bound: float) -> None:
+    uninterrupted = run_ranks(max(world_sizes), train_and_save, str(root), world_sizes, dtype)[0]
     for before, after in itertools.product(world_sizes, repeat=2):
         reshard(str(root / str(before)), str(root / f"{before}to{after}"), mesh=Mesh.of({"dp": after}))
-    resumed = run_ranks(max(world_sizes), resume_all, str(root), world_sizes, limit_seconds=600)[0]
+    resumed = run_ranks(max(world_sizes), resume_all, str(root), world_sizes, dtype, limit_seconds=600)[0]
     assert len(resumed) == len(world_sizes) ** 2
     for loss, norm in [*uninterrupted, *resumed]:
-        assert abs(loss - uninterrupted[0][0]) <= 1e-12
-        assert abs(norm - uninterrupted[0][1]) <= 1e-12
+        assert abs(loss - uninterrupted[0][0]) <= bound
+        assert abs(norm - uninterrupted[0][1]) <= bound
     assert ckptool.verify(str(root / f"{world_sizes[-1]}to{world_sizes[0]}"), level="content").findings == ()
 
 
 def test_training_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
-    check_training_goes_on(tmp_path, [1, 3, 4])
+    check_training_goes_on(tmp_path, [2, 3], torch.float64, 1e-12)
 
 
 @pytest.mark.slow
 def test_training_goes_on_from_and_to_every_number_of_ranks(tmp_path: Path) -> None:
-    check_training_goes_on(tmp_path, list(range(1, 9)))
+    check_training_goes_on(tmp_path, list(range(1, 9)), torch.float64, 1e-12)
+
+
+@pytest.mark.slow
+def test_in_bf16_only_the_order_of_sums_differs(tmp_path: Path) -> None:
+    """Four units in the last place of bf16, which are 1/64 at a loss of 3.5. The checkpoints are equal bit for bit."""
+    check_training_goes_on(tmp_path, [1, 2, 3], torch.bfloat16, 4 / 64)
