@@ -80,6 +80,16 @@ def build_from_config(
     return model
 
 
+def relatives(model: transformers.PreTrainedModel) -> list[transformers.PreTrainedModel]:
+    """The model that is pretrained with this config and the bare one, on meta: what they have beyond `model` (a pooler,
+    a head for another task) may lie in the same files."""
+    autos = (transformers.AutoModelForPreTraining, transformers.AutoModel)
+    config = type(model.config)
+    classes: set[Any] = {auto._model_mapping[config] for auto in autos if config in auto._model_mapping} - {type(model)}
+    with torch.device("meta"):
+        return [found._from_config(model.config) for found in classes if _is_model_class(found)]
+
+
 class DtypeRule:
     """Which dtype `from_pretrained(dtype=dtype)` gives each tensor of a model built by `build_meta_model(_, dtype)`:
     float32 where the model demands it, `dtype` elsewhere. With dtype None every tensor keeps its own."""

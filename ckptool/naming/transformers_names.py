@@ -26,7 +26,7 @@ from ckptool.core.provenance import Naming, Provenance
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, UnsupportedError, name_some
 from ckptool.naming.groups import NameGroup, NamePlan
-from ckptool.naming.meta_model import DtypeRule
+from ckptool.naming.meta_model import DtypeRule, relatives
 
 NAMING = "transformers"
 
@@ -195,8 +195,8 @@ def _check_shapes(meta: Mapping[str, torch.Tensor], groups: list[NameGroup]) -> 
 def _check_needless(model: transformers.PreTrainedModel, unexpected: list[str]) -> None:
     """Raise MismatchError for names the model doesn't want, unless they are known to be needless.
 
-    Needless are those that transformers itself ignores, and buffers that the model computes (older versions stored
-    `position_ids` and each layer's `inv_freq`).
+    Needless are those that transformers itself ignores, buffers that the model computes (older versions stored
+    `position_ids` and each layer's `inv_freq`), and the heads of the same model's other tasks.
     """
     patterns = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
     patterns.append(re.compile(r"rotary_emb\.inv_freq$"))
@@ -207,6 +207,9 @@ def _check_needless(model: transformers.PreTrainedModel, unexpected: list[str]) 
         for name in unexpected
         if name.removeprefix(prefix) not in computed and not any(p.search(name) for p in patterns)
     ]
+    if refused:
+        known = {name.removeprefix(prefix) for relative in relatives(model) for name in relative.state_dict()}
+        refused = [name for name in refused if name.removeprefix(prefix) not in known]
     if refused:
         raise MismatchError(
             f"{type(model).__name__} has no place for {name_some(refused)}",

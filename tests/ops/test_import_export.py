@@ -182,6 +182,20 @@ def test_tensors_the_model_has_no_use_for_come_back(tmp_path: Path, engine: str)
     assert side_bytes(tmp_path / "base-hf") == side_bytes(source)
 
 
+def test_heads_of_other_tasks_come_back(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 31, "hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 20}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1)
+    source = save_folder(transformers.BertForPreTraining(config), tmp_path / "source")
+    stored = weights(source)
+    changed = json.loads((source / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
+    (source / "config.json").write_text(json.dumps(changed))
+    result = ckptool.import_hf(str(source), "base", root=tmp_path)
+    assert any("pooler" in note and "cls.seq_relationship" in note for note in result.notes)
+    assert not any("pooler" in fqn for fqn in ckptool.open_checkpoint(tmp_path / "base").tensors)
+    ckptool.export("base", root=tmp_path)
+    assert_same_tensors(weights(tmp_path / "base-hf"), stored)
+
+
 def test_a_single_file_imports_with_the_config_beside_it(folders: dict[str, Path], tmp_path: Path) -> None:
     result = ckptool.import_hf(str(folders["one-file"] / "model.safetensors"), root=tmp_path)
     assert Path(result.target) == tmp_path / "model"

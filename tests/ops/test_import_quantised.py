@@ -55,7 +55,8 @@ def test_the_same_weights_as_transformers_gives(tmp_path: Path, model: Any, dtyp
         folder, dtype=wanted, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
     )
     ours = type(made).from_pretrained(tmp_path / "base-hf")
-    assert_equal(ours.state_dict(), reference.state_dict())
+    # Some versions of transformers leave what was not quantised as it is stored.
+    assert_equal(ours.state_dict(), {name: tensor.to(wanted) for name, tensor in reference.state_dict().items()})
 
 
 def test_the_config_of_an_export_says_what_is_there(tmp_path: Path) -> None:
