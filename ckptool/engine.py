@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 import torch
 
 from ckptool.core.box import Box
-from ckptool.core.interfaces import Progress, Sink, Source
-from ckptool.core.plan import PIECES_IN_FLIGHT, Plan, PlanItem
+from ckptool.core.budget import MemoryBudget
+from ckptool.core.interfaces import PartWriter, Progress, Sink, Source
+from ckptool.core.parts import FileRecord, Part, PlanItem
+from ckptool.core.plan import PIECE_BYTES, PIECES_IN_FLIGHT
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
+from ckptool.planner import group_bytes
 
 
 class _Buffer:
@@ -28,63 +31,116 @@ class _Buffer:
         return memoryview(self._bytes)[:num_bytes]
 
 
-def run(plan: Plan, source: Source, sink: Sink, report: Progress | None = None) -> None:
-    """Execute every item of `plan` and finish the sink. Memory stays at the plan's `peak_bytes`.
+def run(
+    parts: Sequence[Part],
+    source: Source,
+    sink: Sink,
+    report: Progress | None = None,
+    *,
+    num_workers: int = 1,
+    budget: MemoryBudget | None = None,
+    on_done: Callable[[list[FileRecord]], None] | None = None,
+) -> list[FileRecord]:
+    """Read, convert and write every part, `num_workers` at a time; the records of their files, in order.
 
-    `report(num_bytes)` is called after each written piece. Errors of the source and the sink pass through; the caller
-    publishes the sink's folder only after a normal return.
+    `report(num_bytes)` is called after each written piece, `on_done` with the files of each part that is on the disk.
+    Groups of tensors that are converted together, in memory, wait for each other when they don't fit in `budget`.
+    Errors of the source and the sink pass through, the first one; the caller finishes the sink after a normal return.
     """
-    for is_plain, items in itertools.groupby(plan.items, key=lambda item: item.transform is None):
-        if is_plain:
-            _stream(items, source, sink, report)
-        else:
-            for item in items:
-                _convert(item, source, sink, report)
-    sink.finish()
+    budget = budget or MemoryBudget(None)
+
+    def do(part: Part) -> list[FileRecord]:
+        records = _run_part(part, source, sink, report, budget)
+        if on_done:
+            on_done(records)
+        return records
+
+    with ThreadPoolExecutor(num_workers, "part") as workers:
+        futures = [workers.submit(do, part) for part in parts]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in futures:
+                if future in done:
+                    future.result()
+        except BaseException:
+            budget.cancel()
+            for future in futures:
+                future.cancel()
+            raise
+    return [record for future in futures for record in future.result()]
 
 
-def _stream(items: Iterable[PlanItem], source: Source, sink: Sink, report: Progress | None) -> None:
-    """Copy box by box; a thread reads the next boxes while this one writes."""
+def _run_part(
+    part: Part, source: Source, sink: Sink, report: Progress | None, budget: MemoryBudget
+) -> list[FileRecord]:
+    writer = sink.open(part)
+    try:
+        for fqn in part.objects:
+            writer.write_object(fqn, source.read_object(fqn))
+        for is_plain, items in itertools.groupby(part.items, key=lambda item: item.transform is None):
+            if is_plain:
+                _stream(items, source, writer, report, budget)
+            else:
+                for item in items:
+                    with budget.reserve(group_bytes(item, source.manifest)):
+                        _convert(item, source, writer, report)
+        return writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _stream(
+    items: Iterable[PlanItem], source: Source, writer: PartWriter, report: Progress | None, budget: MemoryBudget
+) -> None:
+    """Copy piece by piece; a thread reads the next pieces while this one writes."""
     ring = itertools.cycle([(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)])
-    pieces = ((item, chunk.box) for item in items for chunk in item.targets[0].chunks)
-    pending: collections.deque[tuple[TensorEntry, Box, Future[memoryview]]] = collections.deque()
+    pieces = (
+        (item, chunk.box, piece)
+        for item in items
+        for chunk in item.targets[0].chunks
+        for piece in chunk.box.split(PIECE_BYTES // item.targets[0].itemsize_bytes)
+    )
+    pending: collections.deque[tuple[TensorEntry, Box, Box, Future[memoryview]]] = collections.deque()
 
     def write_oldest() -> None:
-        entry, box, filled = pending.popleft()
+        entry, chunk, piece, filled = pending.popleft()
         data = filled.result()
-        sink.write(entry.fqn, box, data)
+        budget.check_going_on()
+        writer.write(entry.fqn, chunk, piece, data)
         if report:
             report(len(data))
 
     with ThreadPoolExecutor(1, "read") as reader:
         try:
-            for (item, box), buffers in zip(pieces, ring, strict=False):
-                pending.append((item.targets[0], box, reader.submit(_read_box, item, box, source, *buffers)))
+            for (item, chunk, piece), buffers in zip(pieces, ring, strict=False):
+                filled = reader.submit(_read_piece, item, piece, source, *buffers)
+                pending.append((item.targets[0], chunk, piece, filled))
                 if len(pending) == PIECES_IN_FLIGHT:
                     write_oldest()
             while pending:
                 write_oldest()
         finally:
-            for _, _, filled in pending:
+            for *_, filled in pending:
                 filled.cancel()
 
 
-def _read_box(item: PlanItem, box: Box, source: Source, reading: _Buffer, casting: _Buffer) -> memoryview:
+def _read_piece(item: PlanItem, piece: Box, source: Source, reading: _Buffer, casting: _Buffer) -> memoryview:
     """A box's elements in the target's dtype, in one of the two buffers."""
     entry, (source_fqn,) = item.targets[0], item.sources
     stored = source.manifest.tensors[source_fqn]
-    data = reading.view(box.num_elements * stored.itemsize_bytes)
-    source.read_into(source_fqn, box, data)
+    data = reading.view(piece.num_elements * stored.itemsize_bytes)
+    source.read_into(source_fqn, piece, data)
     if entry.dtype == stored.dtype or not data:
         return data
-    out = casting.view(box.num_elements * entry.itemsize_bytes)
+    out = casting.view(piece.num_elements * entry.itemsize_bytes)
     before, after = _as_tensor(data, stored.dtype), _as_tensor(out, entry.dtype)
     after.copy_(before)
     _check_overflow(source_fqn, before, after)
     return out
 
 
-def _convert(item: PlanItem, source: Source, sink: Sink, report: Progress | None) -> None:
+def _convert(item: PlanItem, source: Source, writer: PartWriter, report: Progress | None) -> None:
     """Run a group's transform on whole tensors, and write what it makes."""
     transform = item.transform or dict
     tensors = {fqn: read_whole(source, fqn, item.targets[0].dtype) for fqn in item.sources}
@@ -92,12 +148,11 @@ def _convert(item: PlanItem, source: Source, sink: Sink, report: Progress | None
     del tensors
     _check_made(item.targets, made)
     for entry in item.targets:
-        flat = made[entry.fqn].contiguous().view(-1)
+        tensor = made[entry.fqn]
         for chunk in entry.chunks:
-            start = chunk.box.flat_start(entry.shape)
-            piece = flat[start : start + chunk.box.num_elements]
-            data = _as_memory(piece)
-            sink.write(entry.fqn, chunk.box, data)
+            box = chunk.box
+            data = _as_memory(tensor[tuple(map(slice, box.offsets, box.ends))].contiguous().view(-1))
+            writer.write(entry.fqn, box, box, data)
             if report:
                 report(len(data))
 

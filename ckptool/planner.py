@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.dtypes import CASTABLE
-from ckptool.core.plan import PIECES_IN_FLIGHT, Plan, PlanItem
+from ckptool.core.parts import Part, PlanItem, one_part
+from ckptool.core.plan import PIECE_BYTES, PIECES_IN_FLIGHT, Plan
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, UnsupportedError, name_some
 from ckptool.naming.groups import NameGroup, NamePlan
 
-#: (fqn, dtype, shape, max piece bytes) -> the target with its chunks; `core.cuts` has the two rules.
+#: (fqn, dtype, shape, max chunk bytes) -> the target with its chunks; `core.cuts` has the two rules.
 Cut = Callable[[str, str, tuple[int, ...], int], TensorEntry]
+
+#: What the engine's buffers may take together unless more is asked for, and how many workers that is at most.
+DEFAULT_MEMORY_BYTES = 192 << 20
+MAX_WORKERS = 64
+
+#: A worker's output file fills one buffer while another is written (storage.direct_file).
+FILE_BUFFER_BYTES = 8 << 20
 
 
 def plan_conversion(
@@ -24,33 +33,49 @@ def plan_conversion(
     *,
     cut: Cut,
     piece_bytes: int,
+    lay_out: Callable[[list[PlanItem]], list[Part]] = one_part,
     source_prefix: str = "",
     target_prefix: str = "",
     extra_disk_bytes: int = 0,
     chunk_overhead_bytes: int = 0,
+    num_workers: int | None = None,
+    memory_bytes: int | None = None,
 ) -> Plan:
     """Plan `names` over the tensors of `source`; prefixes are put before the naming's own names.
 
-    `chunk_overhead_bytes` is what the target format adds to each chunk, `extra_disk_bytes` what lies beside them.
-    Raises MismatchError when two groups make one target or take one source, UnsupportedError for a group whose tensors
-    have several dtypes.
+    `lay_out` distributes the items over files. `chunk_overhead_bytes` is what the target format adds to each chunk,
+    `extra_disk_bytes` what lies beside them. `num_workers` (default: one a core, as many as `memory_bytes` allow) is
+    how many files are written at a time. Raises MismatchError when two groups make one target or take one source,
+    UnsupportedError for a group whose tensors have several dtypes.
     """
     _check_used_once(names)
-    items = tuple(_item(source, group, cut, piece_bytes, source_prefix, target_prefix) for group in names.groups)
-    written = [entry for item in items for entry in item.targets]
-    write_bytes = sum(entry.num_bytes for entry in written)
-    num_chunks = sum(len(entry.chunks) for entry in written)
+    items = [_item(source, group, cut, piece_bytes, source_prefix, target_prefix) for group in names.groups]
+    write_bytes = sum(item.write_bytes for item in items)
+    num_chunks = sum(len(entry.chunks) for item in items for entry in item.targets)
+    parts = tuple(lay_out(items))
+    memory_bytes = memory_bytes or DEFAULT_MEMORY_BYTES
+    worker_bytes = max((_stream_bytes(source, item) for item in items), default=0) + FILE_BUFFER_BYTES
+    num_workers = num_workers or min(usable_cores(), MAX_WORKERS, max(1, memory_bytes // worker_bytes))
+    num_workers = max(1, min(num_workers, len(parts)))
+    groups = [group_bytes(item, source) for item in items if item.transform is not None]
     return Plan(
         verb=verb,
         source=source.location,
         target=target,
-        items=items,
+        parts=parts,
         read_bytes=sum(source.tensors[fqn].num_bytes for item in items for fqn in item.sources),
         write_bytes=write_bytes,
-        peak_bytes=max((_item_peak_bytes(source, item) for item in items), default=0),
+        peak_bytes=num_workers * worker_bytes + max([0, *groups, min(memory_bytes, num_workers * max([0, *groups]))]),
         disk_bytes=write_bytes + num_chunks * chunk_overhead_bytes + extra_disk_bytes,
         notes=tuple(names.notes),
+        num_workers=num_workers,
+        memory_bytes=memory_bytes,
     )
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_used_once(names: NamePlan) -> None:
@@ -93,13 +118,18 @@ def _prefixed(group: NameGroup, source_prefix: str, target_prefix: str) -> Calla
     return transform
 
 
-def _item_peak_bytes(source: Manifest, item: PlanItem) -> int:
-    """The engine's buffers for one item: the pieces in flight, or a transform's whole group, in and out."""
+def group_bytes(item: PlanItem, source: Manifest) -> int:
+    """The most memory that the conversion of a group takes: what is read, once more while it is cast, what is made."""
+    read = sum(source.tensors[fqn].num_bytes for fqn in item.sources)
+    return 2 * read + sum(entry.num_bytes for entry in item.targets)
+
+
+def _stream_bytes(source: Manifest, item: PlanItem) -> int:
+    """A worker's buffers while it streams an item: the pieces in flight, as they are stored and as they are cast."""
     if item.transform is not None:
-        read = sum(source.tensors[fqn].num_bytes for fqn in item.sources)
-        return 2 * read + sum(entry.num_bytes for entry in item.targets)
-    entry = item.targets[0]
-    largest = max(chunk.box.num_elements for chunk in entry.chunks)
-    read_itemsize = source.tensors[item.sources[0]].itemsize_bytes
-    casting = source.tensors[item.sources[0]].dtype != entry.dtype
-    return PIECES_IN_FLIGHT * largest * (read_itemsize + (entry.itemsize_bytes if casting else 0))
+        return 0
+    entry, stored = item.targets[0], source.tensors[item.sources[0]]
+    pieces = (next(chunk.box.split(PIECE_BYTES // entry.itemsize_bytes)) for chunk in entry.chunks)
+    largest = max((piece.num_elements for piece in pieces), default=0)
+    casting = stored.dtype != entry.dtype
+    return PIECES_IN_FLIGHT * largest * (stored.itemsize_bytes + (entry.itemsize_bytes if casting else 0))

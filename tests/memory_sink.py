@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.parts import FileRecord, Part
 from ckptool.core.tensors import Chunk, TensorEntry
 
 
@@ -23,16 +24,26 @@ class MemorySink:
         self.written = {e.fqn: torch.zeros(e.shape, dtype=torch.int32) for e in targets}
         self.finished = False
 
-    def write(self, fqn: str, box: Box, data: memoryview) -> None:
-        target = self.tensors[fqn][_slices(box)]
+    def open(self, part: Part) -> MemorySink:
+        return self
+
+    def write(self, fqn: str, chunk: Box, piece: Box, data: memoryview) -> None:
+        assert chunk.contains(piece)
+        target = self.tensors[fqn][_slices(piece)]
         if len(data):
-            target.copy_(torch.frombuffer(bytearray(data), dtype=target.dtype).view(box.sizes))
-        self.written[fqn][_slices(box)] += 1
+            target.copy_(torch.frombuffer(bytearray(data), dtype=target.dtype).view(piece.sizes))
+        self.written[fqn][_slices(piece)] += 1
 
     def write_object(self, fqn: str, data: bytes) -> None:
         raise AssertionError(f"no objects expected, got {fqn}")
 
-    def finish(self) -> None:
+    def close(self) -> list[FileRecord]:
+        return [FileRecord("memory", 0, "")]
+
+    def abandon(self) -> None:
+        raise AssertionError("no error expected")
+
+    def finish(self, records: Sequence[FileRecord]) -> None:
         self.finished = True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import os
 from pathlib import Path
 
 import pytest
@@ -107,19 +107,28 @@ def test_other_digests_are_not_believed(base: Path) -> None:
 
 
 def test_a_hashing_file_hashes_what_it_writes(tmp_path: Path) -> None:
-    pieces = [b"abc", bytes(range(256)) * 4096, memoryview(b"xyz"), bytearray(b"1234") * 100_000]
-    file = HashingFile((tmp_path / "f").open("wb"))
+    pieces = [b"abc", bytes(range(256)) * 40_000, memoryview(b"xyz"), bytearray(b"1234") * 100_000]
+    file = HashingFile(tmp_path / "f")
     assert [file.write(piece) for piece in pieces] == [len(piece) for piece in pieces]
-    file.flush()
-    assert file.tell() == (tmp_path / "f").stat().st_size == sum(map(len, pieces))
     assert file.fileno() > 2
     file.close()
+    assert file.tell() == (tmp_path / "f").stat().st_size == sum(map(len, pieces))
+    assert (tmp_path / "f").read_bytes() == b"".join(bytes(piece) for piece in pieces)
     assert file.digest().blake3 == blake3((tmp_path / "f").read_bytes()).hexdigest()
 
 
-def test_a_hashing_file_passes_errors_on() -> None:
-    file = HashingFile(io.BytesIO())
-    file.close()
-    for piece in (b"abc", bytes(1 << 20)):
-        with pytest.raises(ValueError, match="closed file"):
-            file.write(piece)
+@pytest.mark.parametrize("num_bytes", [3, 1 << 20, 20 << 20])
+def test_a_hashing_file_passes_errors_on_at_the_latest_when_closed(tmp_path: Path, num_bytes: int) -> None:
+    file = HashingFile(tmp_path / "f")
+    os.close(file.fileno())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.write(bytes(num_bytes))
+        file.close()
+    file.abandon()
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("kept")
+    with pytest.raises(FileExistsError):
+        HashingFile(tmp_path / "f")
+    assert (tmp_path / "f").read_text() == "kept"

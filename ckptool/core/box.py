@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -69,6 +69,22 @@ class Box:
         if not self.sizes or self.sizes[0] <= max_rows:
             return [self]
         return self.cut_rows(range(max_rows, self.sizes[0], max_rows))
+
+    def split(self, max_elements: int) -> Iterator[Box]:
+        """Cut into boxes of at most `max_elements` elements that, one after another, have the box's in C order.
+
+        An empty box comes back whole.
+        """
+        dim = next((d for d, size in enumerate(self.sizes) if size > 1), None)
+        if self.num_elements <= max_elements or dim is None:
+            yield self
+            return
+        row_elements = self.num_elements // self.sizes[dim]
+        step = max(1, max_elements // row_elements)
+        for start in range(0, self.sizes[dim], step):
+            offsets = (*self.offsets[:dim], self.offsets[dim] + start, *self.offsets[dim + 1 :])
+            sizes = (*self.sizes[:dim], min(step, self.sizes[dim] - start), *self.sizes[dim + 1 :])
+            yield from Box(offsets, sizes).split(max_elements)
 
     def cut_rows(self, cuts: Iterable[int]) -> list[Box]:
         """Cut along dim 0 before the given rows (relative to the box, ascending, each inside it)."""

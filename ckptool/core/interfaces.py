@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.parts import FileRecord, Part
 
 
 class Source(Protocol):
-    """A checkpoint that can be read in pieces."""
+    """A checkpoint that can be read in pieces, by several threads at once."""
 
     manifest: Manifest
 
@@ -28,19 +29,39 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-class Sink(Protocol):
-    """A checkpoint being written into a staging folder. Boxes of one tensor arrive in ascending order, each once."""
+class PartWriter(Protocol):
+    """The files of one part, being written by one thread."""
 
-    def write(self, fqn: str, box: Box, data: memoryview) -> None:
-        """Store the box's elements, given in C order. `data` is only valid during the call."""
+    def write(self, fqn: str, chunk: Box, piece: Box, data: memoryview) -> None:
+        """Store the elements of `piece`, given in C order, a part of the box `chunk` that is stored as one.
+
+        The pieces of a chunk come one after another in the order of its elements, the chunks of a tensor too, and each
+        once. `data` is only valid during the call.
+        """
         ...
 
-    def write_object(self, fqn: str, data: bytes) -> None: ...
+    def write_object(self, fqn: str, data: bytes) -> None:
+        """Store a `torch.save` blob."""
+        ...
 
-    def finish(self) -> None:
+    def close(self) -> list[FileRecord]:
+        """Flush the files to the disk."""
+        ...
+
+    def abandon(self) -> None:
+        """Close them as they are, after an error."""
+        ...
+
+
+class Sink(Protocol):
+    """A checkpoint being written into a staging folder, part by part, each by a thread or a process of its own."""
+
+    def open(self, part: Part) -> PartWriter: ...
+
+    def finish(self, records: Sequence[FileRecord]) -> None:
         """Write what describes the contents (index, metadata), last; all bytes are with the operating system after."""
         ...
 
 
-#: Called after each piece with the number of payload bytes just written.
+#: Called after each piece with the number of payload bytes just written, by several threads at once.
 Progress = Callable[[int], None]

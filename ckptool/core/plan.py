@@ -2,58 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptool.core.tensors import TensorEntry
+from ckptool.core.parts import Part, PlanItem
 
-#: How many boxes the engine holds at once: one being written, the others read ahead.
+#: The engine moves bytes in pieces of at most this size, or of one row where a row is larger.
+PIECE_BYTES = 8 << 20
+
+#: How many pieces a worker holds at once: one being written, the others read ahead.
 PIECES_IN_FLIGHT = 3
-
-#: {source fqn: tensor} -> {target fqn: tensor}; the tensors are torch's, which core doesn't import.
-Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class PlanItem:
-    """One unit of work: read `sources`, give `targets`.
-
-    Without a `transform` there is one source and one target of the same shape, and the engine streams it box by box,
-    casting when the dtypes differ. With one, the engine reads the whole group, casts it to the targets' dtype, and
-    calls `transform({source fqn: tensor}) -> {target fqn: tensor}`.
-    """
-
-    sources: tuple[str, ...]
-    targets: tuple[TensorEntry, ...]
-    transform: Transform | None = None
-    label: str = "copy"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be read, written and needed. Bytes are tensor payload; `peak_bytes` is the engine's buffers."""
+    """What will be read, written and needed. Bytes are tensor payload.
+
+    `peak_bytes` is the most memory that the engine's buffers take, with `num_workers` parts in work at a time;
+    `memory_bytes` what they should take, which only a single large group of tensors may exceed.
+    """
 
     verb: str
     source: str
     target: str
-    items: tuple[PlanItem, ...]
+    parts: tuple[Part, ...]
     read_bytes: int
     write_bytes: int
     peak_bytes: int
     disk_bytes: int
     notes: tuple[str, ...] = ()
+    num_workers: int = 1
+    memory_bytes: int = 0
+
+    @property
+    def items(self) -> Iterator[PlanItem]:
+        return (item for part in self.parts for item in part.items)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "verb": self.verb,
             "source": self.source,
             "target": self.target,
+            "num_files": len(self.parts),
             "num_tensors": sum(len(item.targets) for item in self.items),
             "num_chunks": sum(len(t.chunks) for item in self.items for t in item.targets),
             "num_transformed": sum(len(item.targets) for item in self.items if item.transform is not None),
             "read_bytes": self.read_bytes,
             "write_bytes": self.write_bytes,
+            "num_workers": self.num_workers,
             "peak_bytes": self.peak_bytes,
             "disk_bytes": self.disk_bytes,
             "notes": list(self.notes),

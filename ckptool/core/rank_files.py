@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from ckptool.core.box import Box
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import split
 from ckptool.core.tensors import TensorEntry
 
+MAX_GROUP_RANKS = 64
+
 #: In the order in which a tensor's elements lie in C order, of the boxes' first elements.
 Stored = list[tuple[Box, int]]
 
 
-def assign(tensors: Iterable[TensorEntry], layout: Layout, max_piece_bytes: int) -> dict[str, Stored]:
+def assign(
+    tensors: Iterable[TensorEntry], layout: Layout, max_chunk_bytes: int, max_band_bytes: int
+) -> dict[str, Stored]:
     """fqn -> the boxes to store, each with the rank in whose file it goes.
 
     No box goes beyond what one rank holds. What several ranks hold is stored with the one whose name says so
-    (`Layout.own_rank`), else with the one that has least so far. See `pieces` for `max_piece_bytes`.
+    (`Layout.own_rank`), else with the one that has least so far. Boxes of whole rows have at most `max_chunk_bytes`;
+    for others the rows around them have at most `max_band_bytes`.
     """
     loads = [0] * layout.mesh.world_size
     assigned = {}
@@ -30,11 +35,35 @@ def assign(tensors: Iterable[TensorEntry], layout: Layout, max_piece_bytes: int)
             rank = own if own in held.ranks else min(held.ranks, key=loads.__getitem__)
             for box in held.boxes:
                 loads[rank] += box.num_elements * entry.itemsize_bytes
-                max_elements = max(1, max_piece_bytes // entry.itemsize_bytes)
+                max_bytes = max_chunk_bytes if box.is_contiguous_in(entry.shape) else max_band_bytes
+                max_elements = max(1, max_bytes // entry.itemsize_bytes)
                 stored += [(piece, rank) for piece in pieces(box, entry.shape, max_elements)]
         stored.sort(key=lambda place: place[0].offsets)
         assigned[entry.fqn] = stored or [(Box.whole(entry.shape), 0)]
     return assigned
+
+
+def groups_of_ranks(assigned: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> list[list[int]]:
+    """The ranks that store something, those together whose boxes lie side by side: one read of a band serves them all.
+
+    At most MAX_GROUP_RANKS are put together, since their files are written at the same time.
+    """
+    leaders: dict[int, int] = {}
+
+    def leader(rank: int) -> int:
+        while leaders.setdefault(rank, rank) != rank:
+            rank = leaders[rank]
+        return rank
+
+    for fqn, stored in assigned.items():
+        by_band: dict[Box, int] = {}
+        for box, rank in stored:
+            first = by_band.setdefault(band(box, shapes[fqn]), rank)
+            leaders[leader(rank)] = leader(first)
+    groups: dict[int, list[int]] = {}
+    for rank in sorted(leaders):
+        groups.setdefault(leader(rank), []).append(rank)
+    return [group[i : i + MAX_GROUP_RANKS] for group in groups.values() for i in range(0, len(group), MAX_GROUP_RANKS)]
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future as ParallelResult
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -74,7 +74,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with contextlib.closing(HashingFile(cast(BinaryIO, Path(path).open(mode)))) as stream:
+        with contextlib.closing(HashingFile(Path(path))) as stream:
             yield stream
         self.digests[Path(path).name] = stream.digest()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import re
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from ckptool.errors import DamagedError, UnsafeError
 from ckptool.formats.dcp_entry import StoredTensor, read_entry
 from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.storage import safe_pickle
+from ckptool.storage.crc import PiecewiseCrc32
 from ckptool.storage.files import RangeReader
 
 if TYPE_CHECKING:
@@ -38,13 +39,13 @@ class DcpSource:
         self.reader = RangeReader(Path(path))
         self._entries: OrderedDict[Locator, StoredTensor] = OrderedDict()
         self._strided: tuple[Locator, bytearray] | None = None
-        self._checksums: dict[Locator, tuple[int, int]] = {}
+        self._checksums: dict[Locator, PiecewiseCrc32] = {}
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         """Fill `out` (`box.num_elements * itemsize` bytes) with the box's elements in C order.
 
-        Raises DamagedError when the stored bytes are short, differ from the metadata in dtype or shape, or, once a
-        chunk has been read from its first byte to its last, don't have the checksum recorded when they were written.
+        Raises DamagedError when the stored bytes are short, differ from the metadata in dtype or shape, or, once every
+        byte of a chunk has been read, in whatever pieces, don't have the checksum recorded when they were written.
         """
         entry = self.manifest.tensors[fqn]
         for chunk in entry.chunks:
@@ -108,12 +109,13 @@ class DcpSource:
         """A chunk stored transposed, viewed in its logical order; the last one read is kept for the next box."""
         import torch
 
-        if self._strided is None or self._strided[0] != locator:
+        kept = self._strided
+        if kept is None or kept[0] != locator:
             payload = bytearray(stored.payload_bytes)
             self.reader.read_into(locator.file, stored.payload_offset, memoryview(payload))
             self._checksum(locator, stored, 0, memoryview(payload))
-            self._strided = (locator, payload)
-        return torch.frombuffer(self._strided[1], dtype=torch.uint8).as_strided(
+            self._strided = kept = (locator, payload)
+        return torch.frombuffer(kept[1], dtype=torch.uint8).as_strided(
             (*stored.shape, itemsize),
             (*(stride * itemsize for stride in stored.stride), 1),
             stored.storage_offset * itemsize,
@@ -126,7 +128,8 @@ class DcpSource:
         stored = self._entries.pop(locator, None) or read_entry(self.reader, locator)
         self._entries[locator] = stored
         if len(self._entries) > _MAX_ENTRIES:
-            self._entries.popitem(last=False)
+            with contextlib.suppress(KeyError):  # another thread has emptied it
+                self._entries.popitem(last=False)
         if (stored.dtype, stored.shape) != (entry.dtype, chunk.box.sizes):
             raise DamagedError(
                 f"{self.reader.path_of(locator.file)}: the chunk of {entry.fqn} at byte {locator.offset} is "
@@ -135,22 +138,17 @@ class DcpSource:
         return locator, stored
 
     def _checksum(self, locator: Locator, stored: StoredTensor, start: int, data: memoryview) -> None:
-        """Carry a chunk's checksum over reads that follow one another, and compare it after the last of them.
+        """Compare a chunk's checksum with the recorded one as soon as all of its bytes have been read.
 
         A writer with `torch.serialization.set_crc32_options(False)` records 0, which says nothing.
         """
-        if not self.check_crc:
+        if not self.check_crc or stored.crc32 == 0 or not len(data):
             return
-        expected_start, crc32 = self._checksums.pop(locator, (0, 0))
-        if start == 0:
-            expected_start, crc32 = 0, 0
-        if start != expected_start or stored.crc32 == 0:
+        crc32 = self._checksums.setdefault(locator, PiecewiseCrc32(stored.payload_bytes)).add(start, data)
+        if crc32 is None:
             return
-        crc32 = zlib.crc32(data, crc32)
-        end = start + len(data)
-        if end < stored.payload_bytes:
-            self._checksums[locator] = (end, crc32)
-        elif crc32 != stored.crc32:
+        self._checksums.pop(locator, None)
+        if crc32 != stored.crc32:
             raise DamagedError(
                 f"{self.reader.path_of(locator.file)}: the {stored.payload_bytes} bytes at {stored.payload_offset} "
                 "have changed since they were written (checksum mismatch)",

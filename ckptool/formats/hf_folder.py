@@ -12,10 +12,10 @@ from pathlib import Path
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import TensorEntry
-from ckptool.errors import DamagedError, MismatchError, NotFoundError, StorageError, UnsupportedError, name_some
-from ckptool.formats.safetensors_file import build_header, read_header
+from ckptool.errors import DamagedError, MismatchError, NotFoundError, UnsupportedError, name_some
+from ckptool.formats.safetensors_file import read_header
 from ckptool.formats.torch_weights import TorchWeights
-from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join, write_at, write_json
+from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -197,68 +197,3 @@ def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:
         with os_errors(destination):
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(safe_join(source, name), destination)
-
-
-def assign_shards(entries: Iterable[TensorEntry], max_shard_bytes: int) -> dict[str, list[TensorEntry]]:
-    """Distribute tensors over files in their given order: a new file when the next tensor would pass the limit.
-
-    The names are transformers': `model.safetensors`, or `model-00001-of-0000N.safetensors`.
-    """
-    shards: list[list[TensorEntry]] = [[]]
-    used = 0
-    for entry in entries:
-        if shards[-1] and used + entry.num_bytes > max_shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(entry)
-        used += entry.num_bytes
-    if len(shards) == 1:
-        return {SINGLE_NAME: shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
-class HfSink:
-    """Writes safetensors shards into a staging folder: headers first, then each box at its place."""
-
-    def __init__(self, folder: Path, shards: Mapping[str, list[TensorEntry]]) -> None:
-        self._folder = folder
-        self._shards = shards
-        self._fds: dict[str, int] = {}
-        self._places: dict[str, tuple[int, int, TensorEntry]] = {}
-        for file, entries in shards.items():
-            header, offsets = build_header(entries)
-            with os_errors(folder / file):
-                fd = os.open(folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                self._fds[file] = fd
-                os.pwrite(fd, header, 0)
-            self._places.update({e.fqn: (fd, offsets[e.fqn], e) for e in entries})
-
-    def write(self, fqn: str, box: Box, data: memoryview) -> None:
-        fd, offset, entry = self._places[fqn]
-        position = offset + box.flat_start(entry.shape) * entry.itemsize_bytes
-        with os_errors(self._folder):
-            write_at(fd, data, position)
-
-    def write_object(self, fqn: str, data: bytes) -> None:
-        raise UnsupportedError(f"safetensors files can't hold the object {fqn}")
-
-    def finish(self) -> None:
-        """Close the files, write the index when there is more than one, and read every header back."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-        if len(self._shards) > 1:
-            total = sum(e.num_bytes for entries in self._shards.values() for e in entries)
-            weight_map = {e.fqn: file for file, entries in self._shards.items() for e in entries}
-            record = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            write_json(self._folder / INDEX_NAME, record)
-        self._read_back()
-
-    def _read_back(self) -> None:
-        reader = RangeReader(self._folder)
-        entries = {name: e for file in self._shards for name, e in read_header(reader, file)[0].items()}
-        reader.close()
-        expected = {e.fqn: (e.dtype, e.shape) for shard in self._shards.values() for e in shard}
-        found = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-        if found != expected:
-            raise StorageError(f"{self._folder}: what was written does not read back as it should")

@@ -128,7 +128,7 @@ def layout_order(entry: TensorEntry) -> tuple[int, str]:
 
 
 def build_header(entries: list[TensorEntry]) -> tuple[bytes, dict[str, int]]:
-    """The bytes that precede the payload, and each tensor's absolute offset in the file.
+    """The bytes that precede the payload, and each tensor's absolute offset in the file; they lie in the order given.
 
     Raises UnsupportedError for a dtype that safetensors can't hold.
     """
@@ -138,7 +138,7 @@ def build_header(entries: list[TensorEntry]) -> tuple[bytes, dict[str, int]]:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     offsets: dict[str, int] = {}
-    for entry in sorted(entries, key=layout_order):
+    for entry in entries:
         offsets[entry.fqn] = position
         header[entry.fqn] = {
             "dtype": _SAFETENSORS_NAMES[entry.dtype],

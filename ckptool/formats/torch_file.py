@@ -12,12 +12,14 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.parts import FileRecord, Part
 from ckptool.errors import DamagedError, MismatchError, StorageError, UnsupportedError
 from ckptool.formats.dcp_source import load_blob
 from ckptool.storage.files import os_errors
@@ -41,7 +43,7 @@ class _Slot:
 
 
 class TorchFileSink:
-    """A Sink for a single .pt file. Objects must be written before the first tensor: the file begins with them.
+    """A Sink for a single .pt file, and the writer of its one part. Objects must come before the first tensor.
 
     The state dict is nested by `manifest.paths`; an alias is a tensor of its own there, as `dcp_to_torch_save` has it.
     """
@@ -53,21 +55,24 @@ class TorchFileSink:
         self._slots: dict[str, _Slot] = {}
         self._file: BinaryIO | None = None
 
+    def open(self, part: Part) -> TorchFileSink:
+        return self
+
     def write_object(self, fqn: str, data: bytes) -> None:
         """Take a `torch.save` blob's value into the state dict. Raises UnsafeError when it is more than plain data."""
         if self._file is not None:
             raise MismatchError(f"{self._path}: object {fqn} came after tensors were written")
         self._objects[fqn] = load_blob(data, fqn)
 
-    def write(self, fqn: str, box: Box, data: memoryview) -> None:
-        """Put a box's bytes in place. Boxes of one tensor must follow one another in C order without gaps."""
-        file = self._open()
+    def write(self, fqn: str, chunk: Box, piece: Box, data: memoryview) -> None:
+        """Put a piece's bytes in place. Those of one tensor must follow one another in C order without gaps."""
+        file = self._open_file()
         slot = self._slots[fqn]
         entry = self._manifest.tensors[fqn]
-        start = box.flat_start(entry.shape) * entry.itemsize_bytes
+        start = piece.flat_start(entry.shape) * entry.itemsize_bytes
         if not data:
             return
-        if start != slot.written_bytes or not box.is_contiguous_in(entry.shape):
+        if start != slot.written_bytes or not piece.is_contiguous_in(entry.shape):
             raise UnsupportedError(f"{self._path}: the pieces of {fqn} did not arrive in the order of its elements")
         with os_errors(self._path):
             file.seek(slot.offset + start)
@@ -75,9 +80,9 @@ class TorchFileSink:
         slot.crc32 = zlib.crc32(data, slot.crc32)
         slot.written_bytes += len(data)
 
-    def finish(self) -> None:
+    def close(self) -> list[FileRecord]:
         """Correct the checksums. Raises MismatchError when a tensor was not written whole."""
-        file = self._open()
+        file = self._open_file()
         for fqn, slot in self._slots.items():
             if slot.written_bytes != slot.num_bytes:
                 raise MismatchError(
@@ -87,8 +92,16 @@ class TorchFileSink:
             file.flush()
             _correct_checksums(file, {slot.offset: slot for slot in self._slots.values() if slot.num_bytes})
             file.close()
+            return [FileRecord(self._path.name, self._path.stat().st_size, "")]
 
-    def _open(self) -> BinaryIO:
+    def abandon(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def finish(self, records: Sequence[FileRecord]) -> None:
+        """Nothing more: the file says all itself."""
+
+    def _open_file(self) -> BinaryIO:
         if self._file is None:
             with os_errors(self._path):
                 self._slots = self._lay_out()

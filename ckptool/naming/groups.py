@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckptool.core.plan import Transform
+from ckptool.core.parts import Transform
 from ckptool.core.provenance import Naming
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
@@ -15,14 +16,13 @@ if TYPE_CHECKING:
 class BandSource:
     """A Source that keeps the last band read: boxes of one band, asked for one after the other, cost one read.
 
-    For one reading thread. A band takes at most what `core.rank_files.pieces` was told.
+    Each reading thread has a band of its own. It takes at most what `core.rank_files.pieces` was told.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.manifest = source.manifest
-        self._key: tuple[str, Box] | None = None
-        self._bytes = bytearray()
+        self._kept = threading.local()
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         """As `Source.read_into`."""
@@ -34,14 +34,15 @@ class BandSource:
         import numpy as np
 
         num_bytes = around.num_elements * entry.itemsize_bytes
-        if self._key != (fqn, around):
-            self._key = None
-            if len(self._bytes) < num_bytes:
-                self._bytes = bytearray(num_bytes)
-            self._source.read_into(fqn, around, memoryview(self._bytes)[:num_bytes])
-            self._key = fqn, around
+        buffer: bytearray = getattr(self._kept, "bytes", bytearray())
+        if getattr(self._kept, "key", None) != (fqn, around):
+            self._kept.key = None
+            if len(buffer) < num_bytes:
+                self._kept.bytes = buffer = bytearray(num_bytes)
+            self._source.read_into(fqn, around, memoryview(buffer)[:num_bytes])
+            self._kept.key = fqn, around
         part = box.local_to(around)
-        rows = _as_bytes(np.frombuffer(self._bytes, np.uint8, num_bytes), around, entry.itemsize_bytes)
+        rows = _as_bytes(np.frombuffer(buffer, np.uint8, num_bytes), around, entry.itemsize_bytes)
         target = _as_bytes(np.frombuffer(out, np.uint8), box, entry.itemsize_bytes)
         *sides, (start, end) = zip(part.offsets, part.ends, strict=True)
         columns = slice(start * entry.itemsize_bytes, end * entry.itemsize_bytes)

@@ -15,6 +15,7 @@ from ckptool.core.interfaces import Progress
 from ckptool.core.plan import Plan, Result
 from ckptool.errors import DamagedError, NotFoundError, StorageError
 from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, read_manifest
+from ckptool.formats.dcp_sink import dcp_parts
 from ckptool.naming.groups import keep_names
 from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import check_structure, visible_files
@@ -87,15 +88,14 @@ def copy_file(source: Path, target: Path, name: str, recorded: FileDigest | None
     origin, copied = safe_join(source, name), target / name
     with os_errors(copied):
         copied.parent.mkdir(parents=True, exist_ok=True)
-        with origin.open("rb", buffering=0) as reader, contextlib.closing(HashingFile(copied.open("xb"))) as writer:
+        with origin.open("rb", buffering=0) as reader, contextlib.closing(HashingFile(copied)) as writer:
             buffer = memoryview(bytearray(_PIECE_BYTES))
             while count := reader.readinto(buffer):
                 writer.write(buffer[:count])
                 if report:
                     report(count)
             digest = writer.digest()
-            writer.flush()
-            _to_disk(writer.fileno())
+        _drop_from_cache(copied)
     if recorded is not None and digest != recorded:
         raise DamagedError(
             f"{origin} is not what {DIGESTS_FILE} lists: it changed after it was written",
@@ -105,11 +105,13 @@ def copy_file(source: Path, target: Path, name: str, recorded: FileDigest | None
         raise StorageError(f"{copied} does not read back as it was written", hint="the disk may be failing")
 
 
-def _to_disk(fd: int) -> None:
-    """Flush a file and drop it from the page cache, so that reading it back asks the disk."""
-    os.fsync(fd)
+def _drop_from_cache(path: Path) -> None:
+    """Make reading a file back ask the disk."""
     if hasattr(os, "posix_fadvise"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def _copy_model(
@@ -133,7 +135,8 @@ def _copy_model(
             tensors = {entry.fqn: entry for item in plan.items for entry in item.targets}
             paths = {f: manifest.paths.get(f, ("model", f.removeprefix(MODEL_PREFIX))) for f in (*tensors, *ties)}
             sink = DcpSink(staging, tensors, paths, ties)
-            engine.run(plan, source, sink, progress(plan) if progress else None)
+            report = progress(plan) if progress else None
+            sink.finish(engine.run(plan.parts, source, sink, report, num_workers=plan.num_workers))
             _check_model(staging, read_digests(path, manifest.save_id))
     return plan
 
@@ -156,6 +159,7 @@ def _plan_model(path: Path, target: Path, manifest: Manifest, ties: dict[str, st
         str(target),
         cut=cut_tensor,
         piece_bytes=_CHUNK_BYTES,
+        lay_out=dcp_parts,
         extra_disk_bytes=sum((path / name).stat().st_size for name in _hf_files(path)),
         chunk_overhead_bytes=_CHUNK_OVERHEAD_BYTES,
     )
@@ -185,8 +189,8 @@ def _check_model(staging: Path, source_digests: Digests | None) -> None:
     """Read the new checkpoint back from the disk, and compare its tensors with what the source recorded of them."""
     for file in staging.rglob("*"):
         if file.is_file():
-            with os_errors(file), file.open("rb") as opened:
-                _to_disk(opened.fileno())
+            with os_errors(file):
+                _drop_from_cache(file)
     structure = check_structure(staging)
     findings = list(structure.findings)
     if structure.manifest is not None:

@@ -6,26 +6,33 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckptool import engine as copy_engine
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Progress
+from ckptool.core.parts import Part
 from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, NotFoundError, UsageError, name_some
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import main_dtype, match_config
-from ckptool.formats.hf_folder import EXTRA_NAME, HfSink, HfSource, assign_shards, copy_side_files, side_files
+from ckptool.formats.hf_folder import EXTRA_NAME, HfSource, copy_side_files, side_files
+from ckptool.formats.hf_sink import HfSink, hf_parts
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.selection import select_sources
+from ckptool.ops.conversion import Execution, convert
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
 from ckptool.storage.staging import refuse_existing, staged_directory, staged_file
+
+if TYPE_CHECKING:
+    from ckptool.ranks import Ranks
 
 MODEL_PREFIX = "model."
 ENGINES = ("stream", "torch")
@@ -67,18 +74,24 @@ def export(
     exclude: Sequence[str] = (),
     root: Path | None = None,
     overwrite: bool = False,
+    resume: bool = True,
     dry_run: bool = False,
+    num_workers: int | None = None,
+    memory_bytes: int | None = None,
+    ranks: Ranks | None = None,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
     """Write the model of checkpoint `name` as a Hugging Face folder (`to="hf"`), or all of it as a .pt file ("torch").
 
     The default `out` is beside the checkpoint: `NAME-hf` or `NAME.pt`. `engine` "stream" copies in constant memory,
-    "torch" takes `dcp_to_torch_save` and holds everything. `untie` stores tied tensors under each of their names, and
-    the config says so (hf only). `keys` and `exclude` are globs of the checkpoint's names: only a part is exported.
-    `overwrite` replaces an existing `out` once the new one is
-    safe on the disk. Raises a CkptoolError; `out` then is as it was.
+    `num_workers` files at a time, as many as there are cores and as their buffers fit into `memory_bytes`; "torch"
+    takes `dcp_to_torch_save` and holds everything. `untie` stores tied tensors under each of their names, and the
+    config says so (hf only). `keys` and `exclude` are globs of the checkpoint's names: only a part is exported.
+    `overwrite` replaces an existing `out` once the new one is safe on the disk, `resume` goes on from an interrupted
+    attempt, and `ranks`, which all call this, share the work out. Raises a CkptoolError; `out` then is as it was.
     """
     start = time.monotonic()
+    how = Execution(overwrite, resume, progress, ranks)
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine}: choose one of {', '.join(ENGINES)}")
     if max_shard_bytes < 1:
@@ -92,31 +105,33 @@ def export(
         if cast or untie:
             raise UsageError("--dtype and --untie go with --to hf: the .pt file holds what the checkpoint holds")
         target = (out or path.parent / f"{path.name}.pt").absolute()
-        plan = _to_torch(path, target, engine, is_chosen, overwrite, dry_run, progress)
+        plan = _to_torch(path, target, engine, is_chosen, how, dry_run)
         return Result("export", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
     if to != "hf":
         raise UsageError(f"--to {to}: choose hf or torch")
     target = (out or path.parent / f"{path.name}-hf").absolute()
-    refuse_existing(target, overwrite)
+    refuse_existing(target, how.overwrite)
     refuse_own_source(path, target)
     with contextlib.closing(ModelSource(path)) as source:
         job = _hf_job(path, target, source, cast, max_shard_bytes, untie)
         names = _name_tensors(job)
         if keys or exclude:
             names = select_sources(names, lambda live: is_chosen(MODEL_PREFIX + live))
-        plan, shards = _plan_hf(job, names)
+        plan = _plan_hf(job, names, num_workers, memory_bytes)
         check_disk(target, plan)
         notes = [*plan.notes]
-        if not dry_run:
-            with staged_directory(target, overwrite) as staging:
-                report = progress(plan) if progress else None
-                if engine == "torch":
-                    from ckptool.ops.export_reference import export_through_torch
 
-                    export_through_torch(job, staging, report)
-                else:
-                    copy_engine.run(plan, source, HfSink(staging, shards), report)
-                notes += _finish_folder(job, staging, plan)
+        def put_beside(content: Path) -> None:
+            notes.extend(_finish_folder(job, content, plan))
+
+        if not dry_run and engine == "torch":
+            from ckptool.ops.export_reference import export_through_torch
+
+            with staged_directory(target, how.overwrite) as staging:
+                export_through_torch(job, staging, how.progress(plan) if how.progress else None)
+                put_beside(staging)
+        elif not dry_run:
+            notes += convert(plan, source, path, lambda content: HfSink(content, plan.parts), how, after=put_beside)
     return Result("export", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes))
 
 
@@ -183,9 +198,9 @@ def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[st
     return chosen
 
 
-def _plan_hf(job: HfExport, names: NamePlan) -> tuple[Plan, dict[str, list[TensorEntry]]]:
+def _plan_hf(job: HfExport, names: NamePlan, num_workers: int | None, memory_bytes: int | None) -> Plan:
     side = side_files(job.hf_folder) if job.hf_folder.is_dir() else []
-    plan = plan_conversion(
+    return plan_conversion(
         "export",
         job.manifest,
         names,
@@ -194,9 +209,10 @@ def _plan_hf(job: HfExport, names: NamePlan) -> tuple[Plan, dict[str, list[Tenso
         piece_bytes=PIECE_BYTES,
         source_prefix=MODEL_PREFIX,
         extra_disk_bytes=sum((job.hf_folder / file).stat().st_size for file in side),
+        lay_out=partial(hf_parts, max_shard_bytes=job.max_shard_bytes),
+        num_workers=num_workers,
+        memory_bytes=memory_bytes,
     )
-    entries = [entry for item in plan.items for entry in item.targets]
-    return plan, assign_shards(entries, job.max_shard_bytes)
 
 
 def _name_tensors(job: HfExport) -> NamePlan:
@@ -237,37 +253,36 @@ def _finish_folder(job: HfExport, staging: Path, plan: Plan) -> list[str]:
 
 
 def _to_torch(
-    path: Path,
-    target: Path,
-    engine: str,
-    is_chosen: Callable[[str], bool],
-    overwrite: bool,
-    dry_run: bool,
-    progress: Callable[[Plan], Progress] | None,
+    path: Path, target: Path, engine: str, is_chosen: Callable[[str], bool], how: Execution, dry_run: bool
 ) -> Plan:
     from ckptool.formats.torch_file import TorchFileSink
 
-    refuse_existing(target, overwrite, is_file=True)
+    refuse_existing(target, how.overwrite, is_file=True)
     refuse_own_source(path, target)
     with contextlib.closing(DcpSource(path)) as source:
         manifest = _part(source.manifest, is_chosen)
         names = keep_names({fqn: entry.shape for fqn, entry in manifest.tensors.items()}, None, "")
-        names = dataclasses.replace(names, notes=())
-        plan = plan_conversion("export", manifest, names, str(target), cut=stream_tensor, piece_bytes=PIECE_BYTES)
+        plan = plan_conversion(
+            "export",
+            manifest,
+            dataclasses.replace(names, notes=()),
+            str(target),
+            cut=stream_tensor,
+            piece_bytes=PIECE_BYTES,
+            lay_out=lambda items: [Part((target.name,), tuple(items), tuple(manifest.objects))],
+        )
         check_disk(target, plan)
         if dry_run:
             return plan
-        with staged_file(target, overwrite) as staging:
-            if engine == "torch":
-                from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+        if engine == "torch":
+            from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+            with staged_file(target, how.overwrite) as staging:
                 # Its raw unpickling of .metadata is safe here: DcpSource has read the same file by the allow-list.
                 dcp_to_torch_save(path, staging)
-            else:
-                sink = TorchFileSink(staging, manifest)
-                for fqn in manifest.objects:
-                    sink.write_object(fqn, source.read_object(fqn))
-                copy_engine.run(plan, source, sink, progress(plan) if progress else None)
+        else:
+            how = dataclasses.replace(how, is_file=True)
+            convert(plan, source, path, lambda content: TorchFileSink(content, manifest), how)
     return plan
 
 

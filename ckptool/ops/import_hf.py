@@ -6,25 +6,33 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptool import engine as copy_engine
 from ckptool.core.cuts import cut_tensor, stream_tensor
 from ckptool.core.interfaces import Progress, Source
+from ckptool.core.parts import one_part
 from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Provenance
 from ckptool.errors import UsageError
-from ckptool.formats.dcp_sink import DcpSink
+from ckptool.formats.dcp_sink import DcpSink, dcp_parts
 from ckptool.formats.hf_config import match_config
-from ckptool.formats.hf_folder import EXTRA_NAME, HfSink
+from ckptool.formats.hf_folder import EXTRA_NAME
+from ckptool.formats.hf_sink import HfSink, layout
 from ckptool.hub import Located, locate
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.selection import select_targets, untie_all
+from ckptool.ops.conversion import Execution, convert
 from ckptool.ops.inputs import ModelInput, open_input
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
-from ckptool.storage.staging import refuse_existing, staged_directory
+from ckptool.storage.staging import refuse_existing
+
+if TYPE_CHECKING:
+    from ckptool.ranks import Ranks
 
 MODEL_PREFIX = "model."
 ENGINES = ("stream", "transformers")
@@ -50,19 +58,25 @@ def import_hf(
     keys: Sequence[str] = (),
     exclude: Sequence[str] = (),
     overwrite: bool = False,
+    resume: bool = True,
     dry_run: bool = False,
+    num_workers: int | None = None,
+    memory_bytes: int | None = None,
+    ranks: Ranks | None = None,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
     """Turn the Hugging Face model `src` (Hub id, folder, or one safetensors file) into the DCP checkpoint `name`.
 
     Every tensor is stored under `model.<live parameter name>` in dim-0 chunks of at most `chunk_bytes`, tied tensors
     once. `dtype` is "keep" or a `core.dtypes.DTYPE_OPTIONS` key; floats only are cast. `engine` "stream" copies in
-    constant memory, "transformers" loads the whole model through `from_pretrained`. `untie` stores tied tensors apart,
+    constant memory, `num_workers` files at a time, as many as there are cores and as their buffers fit into
+    `memory_bytes`; "transformers" loads the whole model through `from_pretrained`. `untie` stores tied tensors apart,
     and the config says so. `keys` and `exclude` are globs of the names in the checkpoint: only a part is imported.
-    `overwrite` replaces an existing target once the new one is safe on the disk. Raises a CkptoolError; the target then
-    is as it was.
+    `overwrite` replaces an existing target once the new one is safe on the disk, `resume` goes on from an interrupted
+    attempt, and `ranks`, which all call this, share the work out. Raises a CkptoolError; the target then is as it was.
     """
     start = time.monotonic()
+    how = Execution(overwrite, resume, progress, ranks)
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine}: choose one of {', '.join(ENGINES)}")
     if chunk_bytes < 1:
@@ -72,13 +86,13 @@ def import_hf(
     cast = checked_dtype(dtype)
     located = locate(src, revision)
     target = new_target(name or located.default_name, root)
-    refuse_existing(target, overwrite)
+    refuse_existing(target, how.overwrite)
     refuse_own_source(located.path, target)
     if engine == "transformers":
         from ckptool.ops.import_reference import import_through_transformers
 
         return import_through_transformers(
-            located, target, cast, overwrite=overwrite, dry_run=dry_run, progress=progress
+            located, target, cast, overwrite=how.overwrite, dry_run=dry_run, progress=how.progress
         )
 
     model = open_input(located.path, cast)
@@ -96,20 +110,26 @@ def import_hf(
             target_prefix=MODEL_PREFIX,
             extra_disk_bytes=extra_bytes + model.side.num_bytes + num_records * DIGEST_RECORD_BYTES,
             chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
+            lay_out=partial(dcp_parts, num_ranks=how.world_size),
+            num_workers=num_workers,
+            memory_bytes=memory_bytes,
         )
-        notes = (*model.notes, *plan.notes)
+        notes = [*model.notes, *plan.notes]
         check_disk(target, plan)
         if dry_run:
-            return Result("import-hf", str(target), plan, False, time.monotonic() - start, notes)
-        with staged_directory(target, overwrite) as staging:
-            model.side.write(staging / "hf")
+            return Result("import-hf", str(target), plan, False, time.monotonic() - start, tuple(notes))
+
+        def put_beside(content: Path) -> None:
+            model.side.write(content / "hf")
             if untie:
-                notes = (*notes, *match_config(staging / "hf", None, None, untied=True))
-            _keep_extra(staging / "hf", source, names)
-            write_provenance(staging, _provenance(located, model, names))
-            sink = _open_sink(staging, plan, names)
-            copy_engine.run(plan, source, sink, progress(plan) if progress else None)
-    return Result("import-hf", str(target), plan, True, time.monotonic() - start, notes)
+                notes.extend(match_config(content / "hf", None, None, untied=True))
+            _keep_extra(content / "hf", source, names)
+            write_provenance(content, _provenance(located, model, names))
+
+        notes += convert(
+            plan, source, located.path, lambda content: _open_sink(content, plan, names), how, before=put_beside
+        )
+    return Result("import-hf", str(target), plan, True, time.monotonic() - start, tuple(notes))
 
 
 def _settled(names: NamePlan, untie: bool, keys: Sequence[str], exclude: Sequence[str]) -> NamePlan:
@@ -137,10 +157,17 @@ def _keep_extra(folder: Path, source: Source, names: NamePlan) -> None:
     entries = {name: source.manifest.tensors[name] for name in names.extra}
     kept = keep_names({name: entry.shape for name, entry in entries.items()}, None, "")
     plan = plan_conversion(
-        "import-hf", source.manifest, kept, str(folder), cut=stream_tensor, piece_bytes=EXTRA_PIECE_BYTES
+        "import-hf",
+        source.manifest,
+        kept,
+        str(folder),
+        cut=stream_tensor,
+        piece_bytes=EXTRA_PIECE_BYTES,
+        lay_out=lambda items: one_part(layout(items), EXTRA_NAME),
     )
     folder.mkdir(exist_ok=True)
-    copy_engine.run(plan, source, HfSink(folder, {EXTRA_NAME: list(entries.values())}))
+    sink = HfSink(folder, plan.parts)
+    sink.finish(copy_engine.run(plan.parts, source, sink))
 
 
 def model_paths(fqns: list[str]) -> dict[str, tuple[str | int, ...]]:

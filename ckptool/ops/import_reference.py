@@ -10,7 +10,8 @@ from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.interfaces import Progress
-from ckptool.core.plan import Plan, PlanItem, Result
+from ckptool.core.parts import PlanItem, one_part
+from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Naming
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import UnsupportedError, name_some
@@ -86,8 +87,10 @@ def _load(folder: Path, cast: str | None) -> tuple[Any, tuple[str, ...]]:
 def _plan(located: Located, target: Path, state: dict[str, Any], notes: tuple[str, ...]) -> Plan:
     entries = [_entry(f"model.{name}", tensor) for name, tensor in state.items()]
     num_bytes = sum(entry.num_bytes for entry in entries)
-    items = tuple(PlanItem((entry.fqn.removeprefix("model."),), (entry,)) for entry in entries)
-    return Plan("import-hf", str(located.path), str(target), items, num_bytes, num_bytes, num_bytes, num_bytes, notes)
+    parts = one_part(PlanItem((entry.fqn.removeprefix("model."),), (entry,)) for entry in entries)
+    return Plan(
+        "import-hf", str(located.path), str(target), tuple(parts), num_bytes, num_bytes, num_bytes, num_bytes, notes
+    )
 
 
 def _entry(fqn: str, tensor: Any) -> TensorEntry:

@@ -6,27 +6,29 @@ import contextlib
 import dataclasses
 import functools
 import io
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ckptool import engine
+from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.interfaces import Progress
 from ckptool.core.layout import Layout
 from ckptool.core.mesh import Mesh
-from ckptool.core.plan import Plan, Result
-from ckptool.core.rank_files import Stored, assign, band
+from ckptool.core.parts import Part, PlanItem
+from ckptool.core.plan import PIECE_BYTES, Plan, Result
+from ckptool.core.rank_files import Stored, assign, band, groups_of_ranks
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import DamagedError, NotFoundError
 from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, PROVENANCE_FILE, read_manifest
-from ckptool.formats.dcp_sink import MAX_OPEN_FILES, DcpSink
+from ckptool.formats.dcp_sink import DcpSink
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.naming.groups import keep_names
 from ckptool.ops.bands import BandSource
 from ckptool.ops.checks.structure import visible_files
+from ckptool.ops.conversion import Execution, convert
 from ckptool.ops.copy import copy_file
 from ckptool.ops.import_hf import CHUNK_OVERHEAD_BYTES, DIGEST_RECORD_BYTES
 from ckptool.ops.layouts import read_layout
@@ -39,7 +41,10 @@ from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, read_digests
 from ckptool.storage.staging import refuse_existing, staged_directory
 
-PIECE_BYTES = 32 << 20
+if TYPE_CHECKING:
+    from ckptool.ranks import Ranks
+
+CHUNK_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +75,19 @@ def reshard(
     model_only: bool = False,
     rewrite: bool = False,
     overwrite: bool = False,
+    resume: bool = True,
     dry_run: bool = False,
+    num_workers: int | None = None,
+    memory_bytes: int | None = None,
+    ranks: Ranks | None = None,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
     """Write checkpoint `name` as `target_name`, stored for the ranks of `mesh`, with all that is in it.
 
     `placements` is a TOML file (see `ops.layouts.read_placements`); without one FSDP2's rule holds, and transformers'
     plan on the axes tp and ep. `model_only` leaves everything but `model.*` behind. Where every stored chunk already
-    lies within one rank's part the data files are hard-linked instead, unless `rewrite`.
+    lies within one rank's part the data files are hard-linked instead, unless `rewrite`. `resume`, `num_workers`,
+    `memory_bytes` and `ranks` are as for `import_hf`.
 
     The tensors written are compared with the source's digests. Raises UsageError or MismatchError for a mesh or
     placements that don't fit, DamagedError when the source isn't what was written; the target then is as it was.
@@ -90,21 +100,28 @@ def reshard(
     with contextlib.closing(DcpSource(path)) as source:
         job = _open_job(path, target, source.manifest, mesh, placements, model_only)
         linked = not (rewrite or model_only) and fits(job.manifest, job.layout) and can_link(path, target)
-        stored = {} if linked else assign(job.tensors.values(), job.layout, PIECE_BYTES)
-        plan = _plan_links(job) if linked else _plan_rewrite(job, stored)
+        stored = {} if linked else assign(job.tensors.values(), job.layout, CHUNK_BYTES, PIECE_BYTES)
+        plan = _plan_links(job) if linked else _plan_rewrite(job, stored, num_workers, memory_bytes)
         check_disk(target, plan)
-        if not dry_run:
-            source.check_crc = job.digests is None
+        notes = list(plan.notes)
+        if linked and not dry_run:
             with staged_directory(target, overwrite) as staging:
-                report = progress(plan) if progress else None
                 _write_beside(job, staging)
-                if linked:
-                    link_checkpoint(path, staging, job.manifest, job.digests)
-                else:
-                    _rewrite(job, plan, stored, source, staging, report)
+                link_checkpoint(path, staging, job.manifest, job.digests)
                 _check_digests(staging, job)
+        elif not dry_run:
+            source.check_crc = job.digests is None
+            notes += convert(
+                plan,
+                _CheckedSource(source),
+                path,
+                lambda content: _open_sink(content, job, stored),
+                Execution(overwrite, resume, progress, ranks),
+                before=lambda content: _write_beside(job, content),
+                after=lambda content: _check_digests(content, job),
+            )
     details = {"world_size": mesh.world_size, "mesh": mesh.to_json(), "linked": linked}
-    return Result("reshard", str(target), plan, not dry_run, time.monotonic() - start, plan.notes, details)
+    return Result("reshard", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes), details)
 
 
 def _open_job(
@@ -135,8 +152,8 @@ def _plan_links(job: _Job) -> Plan:
     return Plan("reshard", str(job.path), str(job.target), (), disk_bytes, disk_bytes, 0, disk_bytes, notes)
 
 
-def _plan_rewrite(job: _Job, stored: Mapping[str, Stored]) -> Plan:
-    def cut(fqn: str, dtype: str, shape: tuple[int, ...], piece_bytes: int) -> TensorEntry:
+def _plan_rewrite(job: _Job, stored: Mapping[str, Stored], num_workers: int | None, memory_bytes: int | None) -> Plan:
+    def cut(fqn: str, dtype: str, shape: tuple[int, ...], max_chunk_bytes: int) -> TensorEntry:
         return TensorEntry(fqn, dtype, shape, tuple(Chunk(box) for box, _ in stored[fqn]))
 
     names = keep_names({fqn: entry.shape for fqn, entry in job.tensors.items()}, None, "")
@@ -146,9 +163,12 @@ def _plan_rewrite(job: _Job, stored: Mapping[str, Stored]) -> Plan:
         names,
         str(job.target),
         cut=cut,
-        piece_bytes=PIECE_BYTES,
+        piece_bytes=CHUNK_BYTES,
+        lay_out=lambda items: _parts(job, stored, items),
         extra_disk_bytes=_side_bytes(job) + len(job.tensors) * DIGEST_RECORD_BYTES,
         chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
+        num_workers=num_workers,
+        memory_bytes=memory_bytes,
     )
     bands = (
         band(box, entry.shape).num_elements * entry.itemsize_bytes
@@ -156,45 +176,68 @@ def _plan_rewrite(job: _Job, stored: Mapping[str, Stored]) -> Plan:
         for box, _ in stored[fqn]
         if not box.is_contiguous_in(entry.shape)
     )
-    return dataclasses.replace(plan, peak_bytes=plan.peak_bytes + max(bands, default=0), notes=_rank_notes(job))
+    peak_bytes = plan.peak_bytes + plan.num_workers * max(bands, default=0)
+    return dataclasses.replace(plan, peak_bytes=peak_bytes, notes=_rank_notes(job))
 
 
-def _rewrite(
-    job: _Job, plan: Plan, stored: Mapping[str, Stored], source: DcpSource, staging: Path, report: Progress | None
-) -> None:
-    ranks = {(fqn, box): rank for fqn, places in stored.items() for box, rank in places}
-    taken = {*job.tensors, *job.manifest.ties, *job.manifest.objects}
-    sink = DcpSink(
-        staging,
-        job.tensors,
-        {fqn: path for fqn, path in job.manifest.paths.items() if fqn in taken},
-        job.manifest.ties,
-        max_file_bytes=sys.maxsize,
-        rank_of=lambda fqn, box: ranks[fqn, box],
-    )
+def _parts(job: _Job, stored: Mapping[str, Stored], items: list[PlanItem]) -> list[Part]:
+    """The files of ranks that share reads are one part; an item is in every part that stores some of its tensor."""
+    shapes = {fqn: entry.shape for fqn, entry in job.tensors.items()}
+    groups = groups_of_ranks(stored, shapes)
+    objects: dict[int, list[str]] = {}
     for fqn in job.manifest.objects:
-        own = job.layout.own_rank(fqn) or 0
-        sink.write_object(fqn, _read_object(source, fqn), own if own < job.layout.mesh.world_size else 0)
-    engine.run(_by_rank_groups(plan, ranks), BandSource(source), sink, report)
-
-
-def _by_rank_groups(plan: Plan, ranks: Mapping[tuple, int]) -> Plan:
-    """The same work, done for as many ranks at a time as the sink keeps files open."""
-    groups: dict[int, list] = {}
-    for item in plan.items:
+        objects.setdefault(_object_rank(fqn, job), []).append(fqn)
+    groups += [[rank] for rank in objects if not any(rank in group for group in groups)]
+    group_of = {rank: i for i, group in enumerate(groups) for rank in group}
+    of_group: list[list[PlanItem]] = [[] for _ in groups]
+    for item in items:
         (entry,) = item.targets
         chunks: dict[int, list[Chunk]] = {}
-        for chunk in entry.chunks:
-            chunks.setdefault(ranks[entry.fqn, chunk.box] // MAX_OPEN_FILES, []).append(chunk)
-        for group, its_chunks in chunks.items():
+        for box, rank in stored[entry.fqn]:
+            chunks.setdefault(group_of[rank], []).append(Chunk(box))
+        for i, its_chunks in chunks.items():
             part = dataclasses.replace(entry, chunks=tuple(its_chunks))
-            groups.setdefault(group, []).append(dataclasses.replace(item, targets=(part,)))
-    return dataclasses.replace(plan, items=tuple(item for group in sorted(groups) for item in groups[group]))
+            of_group[i].append(dataclasses.replace(item, targets=(part,)))
+    return [
+        Part(
+            tuple(map(_file_name, group)),
+            tuple(of_group[i]),
+            tuple(fqn for rank in group for fqn in objects.get(rank, ())),
+        )
+        for i, group in enumerate(groups)
+    ]
 
 
-def _read_object(source: DcpSource, fqn: str) -> bytes:
-    """An object's blob as it is stored. Raises DamagedError when it isn't what its own checksums say."""
-    blob = source.read_object(fqn)
+def _open_sink(folder: Path, job: _Job, stored: Mapping[str, Stored]) -> DcpSink:
+    ranks = {(fqn, box): rank for fqn, places in stored.items() for box, rank in places}
+    taken = {*job.tensors, *job.manifest.ties, *job.manifest.objects}
+
+    def file_of(fqn: str, chunk: Box | None) -> str:
+        return _file_name(_object_rank(fqn, job) if chunk is None else ranks[fqn, chunk])
+
+    paths = {fqn: path for fqn, path in job.manifest.paths.items() if fqn in taken}
+    return DcpSink(folder, job.tensors, paths, job.manifest.ties, file_of)
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _object_rank(fqn: str, job: _Job) -> int:
+    """The rank in whose file an object goes: its own one, while there is such a rank."""
+    own = job.layout.own_rank(fqn) or 0
+    return own if own < job.layout.mesh.world_size else 0
+
+
+class _CheckedSource(BandSource):
+    """The checkpoint to reshard: boxes that lie side by side are read together, objects are checked."""
+
+    def read_object(self, fqn: str) -> bytes:
+        return _check_object(super().read_object(fqn), f"{self.manifest.location}: {fqn}")
+
+
+def _check_object(blob: bytes, name: str) -> bytes:
+    """An object's blob. Raises DamagedError when it isn't what its own checksums say."""
     try:
         with zipfile.ZipFile(io.BytesIO(blob)) as archive:
             # As for tensors, 0 says that the writer computed none.
@@ -202,7 +245,7 @@ def _read_object(source: DcpSource, fqn: str) -> bytes:
                 if member.CRC:
                     archive.read(member)
     except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
-        raise DamagedError(f"{source.manifest.location}: {fqn} is damaged: {error}") from error
+        raise DamagedError(f"{name} is damaged: {error}") from error
     return blob
 
 

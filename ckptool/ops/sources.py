@@ -10,7 +10,7 @@ from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Source
-from ckptool.core.plan import PlanItem
+from ckptool.core.parts import PlanItem
 from ckptool.errors import NotFoundError
 from ckptool.formats.dcp_metadata import MODEL_PREFIX, is_checkpoint
 from ckptool.formats.dcp_source import DcpSource

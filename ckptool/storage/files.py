@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def os_errors(path: Path | str) -> Iterator[None]:
 
 
 class RangeReader:
-    """Positional reads of the files below one folder; keeps at most `max_open` of them open.
+    """Positional reads of the files below one folder; each thread keeps at most `max_open` of them open.
 
     Names come from checkpoints, so they are untrusted: `path_of` refuses any that leaves the folder.
     """
@@ -51,7 +52,8 @@ class RangeReader:
     def __init__(self, root: Path, max_open: int = 64) -> None:
         self.root = root
         self._max_open = max_open
-        self._fds: dict[str, int] = {}
+        self._of_thread = threading.local()
+        self._all_fds: list[dict[str, int]] = []
 
     def path_of(self, name: str) -> Path:
         """The path of a file inside the folder. Raises UnsafeError for names that point outside."""
@@ -77,17 +79,22 @@ class RangeReader:
         return bytes(out)
 
     def close(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        """No thread may be reading any more."""
+        for fds in self._all_fds:
+            for fd in fds.values():
+                os.close(fd)
+            fds.clear()
 
     def _open(self, name: str) -> int:
-        fd = self._fds.get(name)
-        if fd is None:
-            if len(self._fds) >= self._max_open:
-                os.close(self._fds.pop(next(iter(self._fds))))
-            fd = self._fds[name] = open_regular(self.path_of(name))
-        return fd
+        fds: dict[str, int] | None = getattr(self._of_thread, "fds", None)
+        if fds is None:
+            fds = self._of_thread.fds = {}
+            self._all_fds.append(fds)
+        if name not in fds:
+            if len(fds) >= self._max_open:
+                os.close(fds.pop(next(iter(fds))))
+            fds[name] = open_regular(self.path_of(name))
+        return fds[name]
 
 
 def open_regular(path: Path) -> int:

@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from blake3 import blake3
 
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, FileDigest, TensorRecord, save_id_for
-from ckptool.storage.files import os_errors, pieces
+from ckptool.storage.direct_file import BUFFER_BYTES, DirectFile
+from ckptool.storage.files import os_errors
 
 #: Writes from this size on are hashed by a thread beside the writing one: BLAKE3 and the kernel both work without the
 #: interpreter's lock.
@@ -20,13 +21,14 @@ _THREAD_BYTES = 256 << 10
 
 
 class HashingFile:
-    """A binary file, written from its start on without seeking, that knows the digest of its bytes.
+    """A new file, written from its start on without seeking, that knows the digest of its bytes.
 
-    It has what `torch.save` and torch's FileSystemWriter use of a file.
+    It has what `torch.save` and torch's FileSystemWriter use of a file, and is on the disk once closed.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, path: Path, buffer_bytes: int = BUFFER_BYTES) -> None:
+        """Make the file, which must not exist yet; `buffer_bytes` as for DirectFile."""
+        self._file = DirectFile(path, buffer_bytes)
         self._hasher = blake3()
         self._num_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
@@ -41,8 +43,7 @@ class HashingFile:
             self._thread = self._thread or ThreadPoolExecutor(1, "hash")
             hashed = self._thread.submit(self._hasher.update, view)
             try:
-                for piece in pieces(view):
-                    self._file.write(piece)
+                self._file.write(view)
             finally:
                 hashed.result()
         self._num_bytes += len(view)
@@ -52,7 +53,7 @@ class HashingFile:
         return self._num_bytes
 
     def flush(self) -> None:
-        self._file.flush()
+        """Nothing: `close` flushes."""
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -61,6 +62,12 @@ class HashingFile:
         if self._thread is not None:
             self._thread.shutdown()
         self._file.close()
+
+    def abandon(self) -> None:
+        """Close without writing what is still in buffers."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._file.abandon()
 
     def digest(self) -> FileDigest:
         """Of everything written so far."""

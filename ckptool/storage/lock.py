@@ -14,7 +14,8 @@ import shutil
 import socket
 import threading
 import time
-from dataclasses import astuple, dataclass, field
+from collections.abc import Collection
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -119,9 +120,11 @@ class Lock:
                 hint="run it again once the other one is done",
             )
 
-    def clear(self) -> None:
-        """Remove everything in the folder but its owner's file."""
+    def clear(self, keep: Collection[str] = ()) -> None:
+        """Remove everything in the folder but its owner's file and the names to keep."""
         for path in self.folder.iterdir():
+            if path.name in keep:
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             elif path.name != self.owner.file_name:
@@ -136,6 +139,12 @@ class Lock:
             os.rename(self.folder, aside)
             Lock(aside, self.owner).clear()  # the owner's file goes last: until then all can see whose litter it is
         shutil.rmtree(aside, ignore_errors=True)
+
+    def give_up(self) -> None:
+        """Leave the folder as it is, for others to take: its owner then counts as gone, though this process lives."""
+        self.stopped.set()
+        with contextlib.suppress(OSError):
+            os.rename(self.folder / self.owner.file_name, self.folder / replace(self.owner, started="0").file_name)
 
 
 def acquire(folder: Path, patience_seconds: float = 0.0) -> Lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,10 @@ class Staging:
     def discard(self) -> None:
         """Remove everything written so far."""
         self.lock.release()
+
+    def suspend(self) -> None:
+        """Leave everything to whoever writes this target next."""
+        self.lock.give_up()
 
     def _replace(self) -> None:
         if exchange(self.content, self.target):
@@ -118,12 +123,17 @@ def _why_not_overwrite(folder: Path) -> str:
 
 
 def create_staging(
-    target: Path, overwrite: bool = False, patience_seconds: float = 0.0, is_file: bool = False
+    target: Path,
+    overwrite: bool = False,
+    patience_seconds: float = 0.0,
+    is_file: bool = False,
+    keep_left: bool = False,
 ) -> Staging:
     """Take the lock on `target`, which must be free or is to be overwritten; remove what a dead writer left.
 
     With patience, a writer on a machine that can't be seen from here is waited for until it is done or counts as gone.
-    Raises TargetExistsError, LockedError, StorageError or AccessError.
+    With `keep_left`, what a dead writer left becomes this one's content, in whatever state it is. Raises
+    TargetExistsError, LockedError, StorageError or AccessError.
     """
     refuse_existing(target, overwrite, is_file)
     with os_errors(target.parent):
@@ -132,8 +142,8 @@ def create_staging(
     try:
         with os_errors(staging.lock.folder):
             _restore(staging)
-            staging.lock.clear()
-            staging.content.parent.mkdir()
+            staging.lock.clear(keep=[left.name for left in _left_contents(staging)] if keep_left else ())
+            _adopt(staging, keep_left)
         refuse_existing(target, overwrite, is_file)
     except BaseException:
         staging.discard()
@@ -181,6 +191,22 @@ def _staged(staging: Staging) -> Iterator[Path]:
     except BaseException:
         staging.discard()
         raise
+
+
+def _left_contents(staging: Staging) -> list[Path]:
+    """What dead writers of this target left."""
+    return sorted(staging.lock.folder.glob("content-*"))
+
+
+def _adopt(staging: Staging, keep_left: bool) -> None:
+    """Make the folder of this writer's content: the last dead one's, if that is to be kept, or a new one."""
+    left = _left_contents(staging) if keep_left else []
+    for path in left[:-1]:
+        shutil.rmtree(path)
+    if left:
+        os.rename(left[-1], staging.content.parent)
+    else:
+        staging.content.parent.mkdir()
 
 
 def _restore(staging: Staging) -> None:

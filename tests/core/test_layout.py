@@ -91,7 +91,7 @@ def test_rules_that_can_mean_nothing(rules: list[Rule], error: type[Exception], 
 def test_everything_is_stored_once_by_a_rank_that_holds_it() -> None:
     mesh = Mesh.parse("dp_replicate=2,dp_shard=3")
     layout = Layout(mesh, [], TRAINING)
-    stored = assign(TRAINING.values(), layout, max_piece_bytes=32)
+    stored = assign(TRAINING.values(), layout, max_chunk_bytes=32, max_band_bytes=32)
     for fqn, entry in TRAINING.items():
         assert exact_cover_fault([box for box, _ in stored[fqn]], entry.shape) == ""
         for box, rank in stored[fqn]:

@@ -29,7 +29,7 @@ def roundtrip(model_type: str, folder: Path) -> str:
     )
     plan = plan_conversion("import", source.manifest, names, "memory", cut=cut_tensor, piece_bytes=1 << 20)
     live = MemorySink([entry for item in plan.items for entry in item.targets])
-    engine.run(plan, source, live)
+    engine.run(plan.parts, source, live)
     reference = type(model).from_pretrained(folder, dtype="auto").state_dict()
     for name, tensor in reference.items():
         ours = live.tensors[names.ties.get(name, name)]
@@ -44,7 +44,7 @@ def roundtrip(model_type: str, folder: Path) -> str:
     back_names = plan_export(build_meta_model(folder), again.manifest.tensors, provenance, None)
     back_plan = plan_conversion("export", again.manifest, back_names, "memory", cut=stream_tensor, piece_bytes=1 << 20)
     back = MemorySink([entry for item in back_plan.items for entry in item.targets])
-    engine.run(back_plan, again, back)
+    engine.run(back_plan.parts, again, back)
     expected = {name: t for name, t in stored.items() if name not in names.extra}
     assert set(back.tensors) == set(expected), sorted(set(back.tensors) ^ set(expected))[:6]
     for name, tensor in expected.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -14,6 +15,7 @@ import ckptool
 from ckptool.core.box import Box
 from ckptool.core.mesh import Mesh
 from ckptool.errors import DamagedError
+from ckptool.formats import dcp_sink
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.ops.reshard import reshard
 from ckptool.storage import staging
@@ -56,6 +58,11 @@ def make_model(root: Path) -> None:
     save_file(weights, root / "model" / "model.safetensors")
 
 
+def make_wide_model(root: Path) -> None:
+    make_model(root)
+    save_file({f"w{i}": torch.full((5, 2), float(i)) for i in range(16)}, root / "model" / "model.safetensors")
+
+
 def make_checkpoint(root: Path) -> None:
     make_model(root)
     ckptool.import_hf(str(root / "model"), "base", root=root)
@@ -93,10 +100,18 @@ def replace_without_swapping(root: Path) -> None:
         save(root, 2.0, overwrite=True)
 
 
+def import_in_many_files(root: Path) -> None:
+    """What is done when it is interrupted is found, and kept, by the next attempt."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_sink, "_MIN_FILE_BYTES", 1)
+        ckptool.import_hf(str(root / "model"), str(root / NAME), chunk_bytes=60, num_workers=2)
+
+
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
         Scenario("import", make_model, import_it),
+        Scenario("import in many files", make_wide_model, import_in_many_files),
         Scenario("export", make_checkpoint, export_it),
         Scenario("export to a file", make_checkpoint, export_file),
         Scenario("reshard", make_checkpoint, reshard_it),

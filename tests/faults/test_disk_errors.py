@@ -16,6 +16,7 @@ import torch
 
 import ckptool
 from ckptool.errors import CkptoolError
+from ckptool.ops.conversion import GOES_ON
 from ckptool.storage.staging import is_staging
 from tests.faults.scenarios import NAME, SCENARIOS, make_model, save, state_of
 from tests.faults.shim import Shim, run_forked
@@ -33,7 +34,7 @@ def one_line(shim: Shim, error: BaseException | None) -> str:
         return f"done {shim.count}"
     if not isinstance(error, CkptoolError):
         return f"{type(error).__name__}: {error}\n"
-    return str(error)
+    return f"{error} ({error.hint})"
 
 
 @pytest.mark.parametrize("fault", EXPECTED)
@@ -60,8 +61,14 @@ def test_an_error_at_any_operation(name: str, fault: str, tmp_path: Path) -> Non
         else:
             assert EXPECTED[fault] in said and "\n" not in said, f"{fault} at {at}: {said}"
             assert state_of(root) in (old, new), f"{fault} at {at}"
-            if fault == "ENOSPC":
+            if fault == "ENOSPC":  # what is left is what the next attempt goes on from
+                left = [path for path in root.iterdir() if is_staging(path)]
+                assert all(list(path.glob("content-*/journal-*.jsonl")) for path in left), f"{fault} at {at}"
+                assert (GOES_ON in said) == bool(left), f"{fault} at {at}: {said}"
+            if state_of(root) == old:
+                scenario.run(root)
                 assert [path for path in root.iterdir() if is_staging(path)] == [], f"{fault} at {at}"
+                assert state_of(root) == new, f"{fault} at {at}"
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import pickle
 import warnings
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptool.core.box import Box
 from ckptool.core.dtypes import ITEMSIZE_BYTES
+from ckptool.core.parts import FileRecord, Part
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError
 from ckptool.formats.dcp_metadata import read_manifest
@@ -41,27 +44,34 @@ def make_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], max_rows: int, max_file_bytes: int) -> None:
+def write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], max_rows: int, num_files: int = 1) -> None:
+    """The boxes are dealt to the files in turn."""
     folder.mkdir()
     entries = {
         fqn: TensorEntry(fqn, str(t.dtype).removeprefix("torch."), tuple(t.shape), ()) for fqn, t in tensors.items()
     }
     paths: dict[str, tuple[str | int, ...]] = {fqn: ("model", fqn.removeprefix("model.")) for fqn in tensors}
-    sink = DcpSink(folder, entries, paths | {"step": ("step",)}, {"model.alias": "model.float32"}, max_file_bytes)
+    sink = DcpSink(folder, entries, paths | {"step": ("step",)}, {"model.alias": "model.float32"})
+    writers = [sink.open(Part((f"__0_{i}.distcp",), ())) for i in range(num_files)]
+    turns = itertools.cycle(writers)
     blob = io.BytesIO()
     torch.save(7, blob)
-    sink.write_object("step", blob.getvalue())
+    writers[0].write_object("step", blob.getvalue())
     for fqn, tensor in tensors.items():
         for box in Box.whole(tensor.shape).split_rows(max_rows):
             rows = tensor[box.offsets[0] : box.ends[0]] if tensor.ndim else tensor
-            sink.write(fqn, box, memoryview(bytearray(bytes_of(rows))))
-    sink.finish()
+            writer = next(turns)
+            for piece in box.split(3):
+                part = rows[piece.offsets[0] - box.offsets[0] :][: piece.sizes[0]] if tensor.ndim else rows
+                part = part[:, piece.offsets[1] : piece.ends[1]] if tensor.ndim > 1 else part
+                writer.write(fqn, box, piece, memoryview(bytearray(bytes_of(part))))
+    sink.finish([record for writer in writers for record in writer.close()])
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
     folder, tensors = tmp_path_factory.mktemp("sink") / "ckpt", make_tensors()
-    write_checkpoint(folder, tensors, max_rows=4, max_file_bytes=10_000)
+    write_checkpoint(folder, tensors, max_rows=4, num_files=3)
     return folder, tensors
 
 
@@ -112,7 +122,7 @@ def test_metadata_names_no_path_of_the_writer(checkpoint: tuple[Path, dict[str, 
 
 def test_metadata_is_what_stock_save_writes(tmp_path: Path) -> None:
     tensors = {"model.a": torch.arange(12.0).reshape(3, 4), "model.s": torch.tensor(2, dtype=torch.int32)}
-    write_checkpoint(tmp_path / "ours", tensors | {"model.float32": torch.ones(2)}, 100, 1 << 30)
+    write_checkpoint(tmp_path / "ours", tensors | {"model.float32": torch.ones(2)}, 100)
     state = {"model": {fqn.removeprefix("model."): t for fqn, t in tensors.items()}}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     ours = pickle.loads((tmp_path / "ours" / ".metadata").read_bytes())
@@ -128,23 +138,47 @@ def test_metadata_is_what_stock_save_writes(tmp_path: Path) -> None:
 def test_a_tensor_not_wholly_written_is_refused(tmp_path: Path) -> None:
     entry = TensorEntry("model.a", "uint8", (4, 2), ())
     sink = DcpSink(tmp_path, {"model.a": entry}, {}, {})
-    sink.write("model.a", Box((0, 0), (3, 2)), memoryview(bytearray(6)))
+    writer = sink.open(Part(("__0_0.distcp",), ()))
+    box = Box((0, 0), (3, 2))
+    writer.write("model.a", box, box, memoryview(bytearray(6)))
     with pytest.raises(MismatchError, match=r"model\.a was not written as planned: chunks cover 6 of 8 elements"):
-        sink.finish()
+        sink.finish(writer.close())
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_boxes_go_to_the_files_of_the_ranks_that_a_policy_names(tmp_path: Path) -> None:
+def test_a_chunk_left_unfinished_is_refused(tmp_path: Path) -> None:
+    sink = DcpSink(tmp_path, {"model.a": TensorEntry("model.a", "uint8", (4, 2), ())}, {}, {})
+    writer = sink.open(Part(("__0_0.distcp",), ()))
+    writer.write("model.a", Box((0, 0), (4, 2)), Box((0, 0), (1, 2)), memoryview(bytearray(2)))
+    with pytest.raises(MismatchError, match="not written whole"):
+        writer.close()
+
+
+def test_records_survive_the_journal(tmp_path: Path) -> None:
+    sink = DcpSink(tmp_path, {"model.a": TensorEntry("model.a", "uint8", (4, 2), ())}, {}, {})
+    writer = sink.open(Part(("__0_0.distcp",), ()))
+    writer.write_object("step", b"blob")
+    writer.write("model.a", Box((0, 0), (4, 2)), Box((0, 0), (4, 2)), memoryview(bytearray(8)))
+    (record,) = writer.close()
+    assert FileRecord.from_json(json.loads(json.dumps(record.to_json()))).to_json() == record.to_json()
+    assert record.num_bytes == (tmp_path / "__0_0.distcp").stat().st_size
+
+
+def test_a_part_may_have_several_files(tmp_path: Path) -> None:
     tensor = torch.arange(24, dtype=torch.int32).reshape(6, 4)
-    entry = TensorEntry("model.a", "int32", (6, 4), ())
-    sink = DcpSink(tmp_path, {"model.a": entry}, {}, {}, rank_of=lambda fqn, box: box.offsets[1] // 2)
+
+    def file_of(fqn: str, chunk: Box | None) -> str:
+        return f"__{chunk.offsets[1] // 2 if chunk else 7}_0.distcp"
+
+    sink = DcpSink(tmp_path, {"model.a": TensorEntry("model.a", "int32", (6, 4), ())}, {}, {}, file_of)
+    writer = sink.open(Part(("__0_0.distcp", "__1_0.distcp", "__7_0.distcp"), ()))
     for box in (Box((0, 0), (6, 2)), Box((0, 2), (4, 2)), Box((4, 2), (2, 2))):
         part = tensor[box.offsets[0] : box.ends[0], box.offsets[1] : box.ends[1]]
-        sink.write("model.a", box, memoryview(bytearray(bytes_of(part))))
+        writer.write("model.a", box, box, memoryview(bytearray(bytes_of(part))))
     blob = io.BytesIO()
     torch.save("state", blob)
-    sink.write_object("rng", blob.getvalue(), rank=7)
-    sink.finish()
+    writer.write_object("rng", blob.getvalue())
+    sink.finish(writer.close())
     source = DcpSource(tmp_path)
     files = [chunk.locator.file for chunk in source.manifest.tensors["model.a"].chunks if chunk.locator]
     assert files == ["__0_0.distcp", "__1_0.distcp", "__1_0.distcp"]
@@ -155,24 +189,10 @@ def test_boxes_go_to_the_files_of_the_ranks_that_a_policy_names(tmp_path: Path) 
     assert torch.equal(state["model.a"], tensor)
 
 
-def test_more_ranks_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptool.formats.dcp_sink.MAX_OPEN_FILES", 2)
-    entries = {name: TensorEntry(name, "uint8", (3,), ()) for name in ("a", "b")}
-    sink = DcpSink(tmp_path, entries, {}, {}, rank_of=lambda fqn, box: box.offsets[0])
-    for name, first in (("a", 10), ("b", 20)):
-        for row in range(3):
-            sink.write(name, Box((row,), (1,)), memoryview(bytearray([first + row])))
-    sink.finish()
-    assert {path.name for path in tmp_path.glob("*.distcp")} == {f"__{r}_{i}.distcp" for r in range(3) for i in (0, 1)}
-    state = {name: torch.zeros(3, dtype=torch.uint8) for name in entries}
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
-    assert [t.tolist() for t in state.values()] == [[10, 11, 12], [20, 21, 22]]
-
-
 def test_ties_to_nothing_are_refused(tmp_path: Path) -> None:
     sink = DcpSink(tmp_path, {}, {}, {"model.alias": "model.gone"})
     with pytest.raises(MismatchError, match=r"model\.gone"):
-        sink.finish()
+        sink.finish([])
 
 
 def test_an_alias_costs_no_bytes(checkpoint: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import save, save_file
 from ckptool.core.box import Box
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import CkptoolError, DamagedError, UnsupportedError
-from ckptool.formats.safetensors_file import TORCH_NAMES, build_header, read_header
+from ckptool.formats.safetensors_file import TORCH_NAMES, build_header, layout_order, read_header
 from ckptool.storage.files import RangeReader
 
 
@@ -25,7 +25,7 @@ def write_raw(folder: Path, header: object, payload: bytes = b"") -> RangeReader
 
 
 def test_golden_header() -> None:
-    header, offsets = build_header([entry("b", "bfloat16", (2, 3)), entry("a", "float32", ())])
+    header, offsets = build_header([entry("a", "float32", ()), entry("b", "bfloat16", (2, 3))])
     text = (
         b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},'
         b'"b":{"dtype":"BF16","shape":[2,3],"data_offsets":[4,16]}}'
@@ -43,7 +43,8 @@ def test_header_equals_the_librarys_for_every_dtype() -> None:
     }
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     reference = save(tensors, {"format": "pt"})
-    ours, _ = build_header([entry(n, str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()])
+    entries = [entry(n, str(t.dtype)[6:], tuple(t.shape)) for n, t in tensors.items()]
+    ours, _ = build_header(sorted(entries, key=layout_order))
     assert reference[: len(ours)] == ours
 
 

@@ -47,8 +47,8 @@ def stream(source: DcpSource, target: Path, max_rows: int = 2) -> None:
         for box in Box.whole(entry.shape).split_rows(max_rows):
             data = memoryview(bytearray(box.num_elements * entry.itemsize_bytes))
             source.read_into(fqn, box, data)
-            sink.write(fqn, box, data)
-    sink.finish()
+            sink.write(fqn, box, box, data)
+    sink.close()
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -90,20 +90,20 @@ def one_tensor_sink(path: Path) -> TorchFileSink:
 
 def test_a_tensor_not_written_whole_is_refused(tmp_path: Path) -> None:
     sink = one_tensor_sink(tmp_path / "a.pt")
-    sink.write("a", Box((0, 0), (3, 2)), memoryview(bytearray(6)))
+    sink.write("a", Box.whole((4, 2)), Box((0, 0), (3, 2)), memoryview(bytearray(6)))
     with pytest.raises(MismatchError, match="6 of 8 bytes of a"):
-        sink.finish()
+        sink.close()
 
 
 def test_pieces_out_of_order_are_refused(tmp_path: Path) -> None:
     sink = one_tensor_sink(tmp_path / "a.pt")
     with pytest.raises(UnsupportedError, match="order"):
-        sink.write("a", Box((2, 0), (2, 2)), memoryview(bytearray(4)))
+        sink.write("a", Box.whole((4, 2)), Box((2, 0), (2, 2)), memoryview(bytearray(4)))
 
 
 def test_objects_must_come_before_tensors(tmp_path: Path) -> None:
     sink = one_tensor_sink(tmp_path / "a.pt")
-    sink.write("a", Box((0, 0), (4, 2)), memoryview(bytearray(8)))
+    sink.write("a", Box.whole((4, 2)), Box((0, 0), (4, 2)), memoryview(bytearray(8)))
     blob = io.BytesIO()
     torch.save(1, blob)
     with pytest.raises(MismatchError, match="after tensors"):
@@ -116,8 +116,10 @@ def test_a_storage_beyond_four_gigabytes(tmp_path: Path) -> None:
     manifest = Manifest("somewhere", {"a": TensorEntry("a", "uint8", (rows, row_bytes), ())})
     sink = TorchFileSink(tmp_path / "big.pt", manifest)
     for row in range(rows):
-        sink.write("a", Box((row, 0), (1, row_bytes)), memoryview(bytes([row]) * row_bytes))
-    sink.finish()
+        sink.write(
+            "a", Box.whole((rows, row_bytes)), Box((row, 0), (1, row_bytes)), memoryview(bytes([row]) * row_bytes)
+        )
+    sink.close()
     with zipfile.ZipFile(tmp_path / "big.pt") as archive:
         assert archive.testzip() is None
     loaded = torch.load(tmp_path / "big.pt", weights_only=True, mmap=True)["a"]

@@ -28,7 +28,7 @@ def import_tensors(folder: Path, dtype: str | None = None) -> tuple[dict[str, to
     )
     plan = plan_conversion("import", source.manifest, names, "memory", cut=cut_tensor, piece_bytes=1000)
     sink = MemorySink([entry for item in plan.items for entry in item.targets])
-    engine.run(plan, source, sink)
+    sink.finish(engine.run(plan.parts, source, sink))
     assert sink.finished
     assert all((count == 1).all() for count in sink.written.values())
     return sink.tensors, names
@@ -41,7 +41,7 @@ def export_tensors(
     names = plan_export(build_meta_model(folder, dtype), source.manifest.tensors, provenance, dtype)
     plan = plan_conversion("export", source.manifest, names, "memory", cut=stream_tensor, piece_bytes=1000)
     sink = MemorySink([entry for item in plan.items for entry in item.targets])
-    engine.run(plan, source, sink)
+    sink.finish(engine.run(plan.parts, source, sink))
     assert all((count == 1).all() for count in sink.written.values())
     return sink.tensors
 

@@ -1,0 +1,205 @@
+"""From a plan to a published checkpoint: staging, resuming, workers, ranks. What import, export and reshard share."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from blake3 import blake3
+
+from ckptool import __version__
+from ckptool.core.budget import MemoryBudget
+from ckptool.core.interfaces import Progress, Sink, Source
+from ckptool.core.parts import FileRecord
+from ckptool.core.plan import Plan
+from ckptool.errors import CkptoolError, DamagedError, MismatchError, UnsafeError, UnsupportedError
+from ckptool.storage.digest import digest_file
+from ckptool.storage.files import os_errors, safe_join
+from ckptool.storage.journal import JOURNAL_PATTERN, Journal, read_journals
+from ckptool.storage.staging import Staging, create_staging
+
+if TYPE_CHECKING:
+    from ckptool.ranks import Ranks
+
+Value = TypeVar("Value")
+
+GOES_ON = "the same command goes on from where this one stopped"
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a plan is carried out.
+
+    `resume` goes on from what an interrupted attempt at the same work left. `ranks` are the processes that share the
+    work out, on a filesystem that all of them see; None is this process alone. `progress(plan)` gives the counter of
+    written bytes.
+    """
+
+    overwrite: bool = False
+    resume: bool = True
+    progress: Callable[[Plan], Progress] | None = None
+    ranks: Ranks | None = None
+    is_file: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks.world_size if self.ranks else 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.ranks is None or self.ranks.rank == 0
+
+
+def convert(
+    plan: Plan,
+    source: Source,
+    source_path: Path,
+    open_sink: Callable[[Path], Sink],
+    how: Execution,
+    *,
+    before: Callable[[Path], None] = lambda content: None,
+    after: Callable[[Path], None] = lambda content: None,
+) -> list[str]:
+    """Carry out `plan` and publish what it makes as `plan.target`; returns notes on what happened.
+
+    `before(content)` puts beside the parts what must be there when the sink finishes, `after(content)` what comes after
+    it, both on one process. An attempt that fails or is killed leaves nothing under the target's name; its finished
+    parts are kept, and checked, for the next one with the same source and options.
+    """
+    from ckptool import engine
+
+    notes: list[str] = []
+    key = fingerprint(plan, source_path)
+    with _staged(Path(plan.target), key, how) as content:
+        done = _on_first(how, lambda: _parts_done(content, plan, key, how, notes))
+        _on_first(how, lambda: before(content))
+        sink = open_sink(content)
+        rank, world_size = (how.ranks.rank, how.ranks.world_size) if how.ranks else (0, 1)
+        left = [part for part in plan.parts if part.files[0] not in done]
+        report = how.progress(plan) if how.progress else None
+        if report:
+            report(sum(part.write_bytes for part in plan.parts) - sum(part.write_bytes for part in left))
+        journal = Journal(content.parent, key, rank)
+
+        def on_done(records: list[FileRecord]) -> None:
+            for record in records:
+                if record.blake3:
+                    with os_errors(content):
+                        journal.append(record.to_json())
+
+        budget = MemoryBudget(plan.memory_bytes)
+        records = _on_all(
+            how,
+            lambda: engine.run(
+                left[rank::world_size],
+                source,
+                sink,
+                report,
+                num_workers=plan.num_workers,
+                budget=budget,
+                on_done=on_done,
+            ),
+        )
+        made = {record.file: record for record in [*done.values(), *records]}
+        _on_first(how, lambda: sink.finish([made[file] for part in plan.parts for file in part.files]))
+        _on_first(how, lambda: after(content))
+    return notes
+
+
+def fingerprint(plan: Plan, source_path: Path) -> str:
+    """Equal for equal work: the same files, by name, size and time of change, and the same plan made of them."""
+    files = sorted(path for path in source_path.rglob("*") if path.is_file()) if source_path.is_dir() else [source_path]
+    stats = [(str(path.relative_to(source_path)), path.stat()) for path in files]
+    parts = [
+        [part.files, *part.objects, *((item.label, item.sources, item.targets) for item in part.items)]
+        for part in plan.parts
+    ]
+    hasher = blake3(json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]).encode())
+    for part in parts:
+        hasher.update(repr(part).encode())
+    hasher.update(repr([plan.verb, plan.source, plan.target, __version__]).encode())
+    return hasher.hexdigest()
+
+
+def _parts_done(content: Path, plan: Plan, key: str, how: Execution, notes: list[str]) -> dict[str, FileRecord]:
+    """The parts that an interrupted attempt finished, each read back and found whole; anything else it left is removed.
+
+    Their journal is written anew, so that it holds nothing but these.
+    """
+    if how.is_file:
+        return {}
+    with os_errors(content):
+        had_journal = any(content.parent.glob(JOURNAL_PATTERN))
+        whole: dict[str, FileRecord] = {}
+        for line in read_journals(content.parent, key):
+            with contextlib.suppress(KeyError, TypeError, ValueError, CkptoolError):
+                record = FileRecord.from_json(line)
+                path = safe_join(content, record.file)
+                size_fits = path.is_file() and path.stat().st_size == record.num_bytes
+                if size_fits and digest_file(path) == record.blake3:
+                    whole[record.file] = record
+        parts = [part for part in plan.parts if whole.keys() >= set(part.files)]
+        done = {file: whole[file] for part in parts for file in part.files}
+        for path in [*content.parent.glob(JOURNAL_PATTERN), *sorted(content.rglob("*"), reverse=True)]:
+            if path.is_dir():
+                path.rmdir()
+            elif path.parent != content or path.name not in done:
+                path.unlink()
+        journal = Journal(content.parent, key)
+        for record in done.values():
+            journal.append(record.to_json())
+    if done:
+        notes.append(f"went on from an interrupted attempt: {len(parts)} of {len(plan.parts)} parts were done")
+    elif had_journal and how.resume:
+        notes.append("started over: the source or the options are not those of the interrupted attempt")
+    return done
+
+
+@contextlib.contextmanager
+def _staged(target: Path, key: str, how: Execution) -> Iterator[Path]:
+    """Yield the folder to write into, or the path of a file, and publish it when the block ends well.
+
+    When it raises, what is there is removed, unless some parts were done that another attempt can go on from.
+    """
+    staging = _on_first(how, lambda: _create(target, how))
+    try:
+        _on_first(how, lambda: _make_content(staging))
+        yield staging.content
+        _on_first(how, staging.publish)
+    except BaseException as error:
+        # What is wrong with the data is not put right by going on.
+        useless = isinstance(error, DamagedError | MismatchError | UnsafeError | UnsupportedError)
+        if how.is_first and not useless and read_journals(staging.content.parent, key):
+            staging.suspend()
+            if isinstance(error, CkptoolError):
+                error.hint = f"{error.hint}; {GOES_ON}" if error.hint else GOES_ON
+        elif how.is_first:
+            staging.discard()
+        raise
+
+
+def _create(target: Path, how: Execution) -> Staging:
+    return create_staging(target, how.overwrite, is_file=how.is_file, keep_left=how.resume and not how.is_file)
+
+
+def _make_content(staging: Staging) -> None:
+    if not staging.is_file:
+        with os_errors(staging.content):
+            staging.content.mkdir(exist_ok=True)
+
+
+def _on_first(how: Execution, step: Callable[[], Value]) -> Value:
+    """Do `step` on one process; all get its result, or its error."""
+    return how.ranks.on_first("conversion", step) if how.ranks else step()
+
+
+def _on_all(how: Execution, step: Callable[[], list[Value]]) -> list[Value]:
+    """Do `step` on every process; all get all results, or the first error."""
+    if how.ranks is None:
+        return step()
+    mine = how.ranks.agree("conversion", step)
+    return [value for values in how.ranks.gather(mine, "conversion") for value in values]
