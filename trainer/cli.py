@@ -166,6 +166,27 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     "--log-every", "Steps between progress lines (metrics.jsonl has every step).", type=click.IntRange(1), default=10
 )
 @_option(
+    "--straggler-factor",
+    "With each progress line, name the ranks that take so many times the median for reading data or for a matrix "
+    "product of fixed size; 0 doesn't measure.",
+    type=click.FloatRange(0),
+    default=1.5,
+)
+@_option(
+    "--profile",
+    "Write a torch.profiler trace of N steps from STEP on to ROOT/profile and print where their time went.",
+    metavar="STEP:N",
+    default="",
+)
+@_option("--eval-data", "Held-out text, never trained: paths as for --data. Repeat it.", multiple=True, metavar="PATH")
+@_option(
+    "--eval-every",
+    "Steps between losses on --eval-data (eval_loss in metrics.jsonl); 0: after the last step only.",
+    type=click.IntRange(0),
+    default=500,
+)
+@_option("--eval-units", "At most so many units of --eval-data.", type=click.IntRange(1), default=256)
+@_option(
     "--param-dtype",
     "Dtype of the trained weights and optimizer state; keep: as stored.",
     type=click.Choice(["fp32", "bf16", "keep"]),

@@ -44,6 +44,11 @@ class TrainConfig:
     activation_checkpointing: str
     compile: bool
     log_every: int
+    straggler_factor: float
+    profile: str
+    eval_data: tuple[str, ...]
+    eval_every: int
+    eval_units: int
     param_dtype: str
     compute_dtype: str
     log_samples: bool
@@ -61,6 +66,10 @@ class TrainConfig:
     def saves_after(self, step: int) -> bool:
         """True when a checkpoint is due once `step` steps are done."""
         return step == self.steps or (self.save_every > 0 and step % self.save_every == 0)
+
+    def evaluates_after(self, step: int) -> bool:
+        """True when the held-out loss is due once `step` steps are done."""
+        return bool(self.eval_data) and (step == self.steps or (self.eval_every > 0 and step % self.eval_every == 0))
 
     def saves_at_age(self, seconds: float) -> bool:
         """True when the newest checkpoint is so old that another is due at the next step boundary."""

@@ -67,7 +67,7 @@ class LoaderData:
 
     def lane_states(self, ranks: Ranks) -> dict[str, dict[str, str]]:
         """The loader's state on each rank. Raises UnsupportedError for one that could not be read again."""
-        return {self.name: {f"{rank:05}": state for rank, state in enumerate(ranks.gather(self._state()))}}
+        return {self.name: {f"{rank:05}": state for rank, state in enumerate(ranks.gather_data(self._state()))}}
 
     def restore_lanes(self, states: dict[str, dict[str, str]]) -> None:
         """Raises MismatchError when the states are those of another number of ranks."""

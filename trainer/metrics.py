@@ -17,7 +17,8 @@ import torch
 class StepMetrics:
     """One line of `metrics.jsonl`. `attempt` is the start time of the process that trained the step.
 
-    `skipped` is true when loss or gradients were not finite and the weights were left as they were.
+    `skipped` is true when loss or gradients were not finite and the weights were left as they were. The seconds of
+    the phases are rank 0's.
     """
 
     step: int
@@ -34,9 +35,14 @@ class StepMetrics:
     world_size: int
     attempt: str
     skipped: bool = False
+    eval_loss: float | None = None
+    data_seconds: float = 0.0
+    forward_backward_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
 
     def progress_line(self, steps: int) -> str:
         saved = f"  saved in {self.checkpoint_seconds:.1f} s" if self.checkpoint_seconds else ""
+        saved += f"  held-out loss {self.eval_loss:.4f}" if self.eval_loss is not None else ""
         saved += "  SKIPPED: not finite" if self.skipped else ""
         return (
             f"step {self.step}/{steps}  loss {self.loss:.4f}  lr {self.lr:.2e}  grad norm {self.grad_norm:.3f}  "

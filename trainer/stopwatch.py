@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 #: The parts of a step, in order. Forward and backward include the waits for other ranks that FSDP hides in them.
-PHASES = ("data", "forward and backward", "optimizer", "save")
+PHASES = ("data", "forward and backward", "optimizer", "evaluation", "save")
 STARTING = "starting"
 
 
@@ -29,8 +29,8 @@ class Stopwatch:
 
     @property
     def may_take_long(self) -> bool:
-        """True while starting, in the first step of this process (it may compile) and in a save."""
-        return self._num_begun <= 1 or self.phase == "save"
+        """True while starting, in the first step of this process (it may compile), in evaluation and in a save."""
+        return self._num_begun <= 1 or self.phase in ("evaluation", "save")
 
     def begin(self, step: int) -> None:
         """A new step begins, after `step` finished ones: all seconds are 0 again."""

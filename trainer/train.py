@@ -13,30 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from ckptool import CkptoolError, DataPosition
+from ckptool import CkptoolError
 from trainer import checkpoint, parallel
+from trainer.build import build_state
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig
 from trainer.data import TrainingData, open_data, prepare
+from trainer.evaluation import HeldOut
 from trainer.failures import memory_advice
 from trainer.loader import LoaderData
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
-from trainer.model import (
-    build_meta_model,
-    checkpoint_activations,
-    materialize,
-    named_blocks,
-    named_parameters,
-    tie,
-    ties_of,
-)
-from trainer.optimizer import build_optimizer
 from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
+from trainer.profiling import Profile, parse_profile
 from trainer.schedule import learning_rate
 from trainer.signals import StopSignals
 from trainer.stopwatch import Stopwatch
-from trainer.tensor_parallel import split_tensors
+from trainer.stragglers import RankTimes, find_stragglers
 from trainer.units import MicroBatch
 from trainer.watchdog import Watchdog
 
@@ -53,6 +46,7 @@ class Run:
     origin: Origin
     state: TrainingState
     data: TrainingData | LoaderData
+    held_out: HeldOut | None
     log: Log
     stop: StopSignals
     watch: Stopwatch
@@ -78,41 +72,21 @@ def train(config: TrainConfig) -> None:
         prepared = ranks.from_rank0(
             lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.root, log.say)
         )
-        data = open_data(prepared, config.unit, config.seq_len, origin.hf_folder, ranks.rank, ranks.world_size)
+        data = open_data(prepared, config.unit, config.seq_len, origin.hf_folder, ranks.data_rank, ranks.num_data_ranks)
         state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
         if origin.is_resume:
             checkpoint.resume(state, origin, log, config.accept_data_change)
             data.restore_lanes(state.lanes)
         else:
             checkpoint.load_weights(state, origin, log)
+        held_out = HeldOut.open(config, origin.hf_folder, ranks, log)
         if config.unit == "pack":
             check_documents_apart(state.model, ranks.device)
         log.say(
             f"world size {ranks.world_size} on {ranks.device.type}, step {state.step} of {config.steps}, "
             f"{state.position.consumed:,} units trained"
         )
-        run_steps(Run(config, ranks, origin, state, data, log, stop, watch))
-
-
-def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
-    """Model and optimizer, sharded over the ranks; the weights are garbage until a checkpoint is loaded."""
-    dtype = checkpoint.param_dtype(config.param_dtype, origin)
-    model = build_meta_model(origin.hf_folder, dtype, tie_embeddings=not origin.provenance.untied)
-    ties = ties_of(model)
-    if config.tp > 1:
-        split_tensors(model, ranks.mesh[parallel.TENSOR_AXIS], ties)
-        tie(model, ties)
-    if config.activation_checkpointing == "block":
-        checkpoint_activations(model)
-    blocks = list(named_blocks(model).values())
-    if config.compile:
-        for block in blocks:
-            block.compile()
-    parallel.shard(model, blocks, ranks, compute_dtype(config.compute_dtype, ranks.device), config.cpu_offload)
-    materialize(model, ranks.device, ties, config.cpu_offload)
-    parameters = {name: p for name, p in named_parameters(model).items() if name not in ties}
-    optimizer = build_optimizer(parameters, config.lr, config.weight_decay)
-    return TrainingState(model, optimizer, ties, position)
+        run_steps(Run(config, ranks, origin, state, data, held_out, log, stop, watch))
 
 
 def run_steps(run: Run) -> None:
@@ -124,10 +98,12 @@ def run_steps(run: Run) -> None:
     attempt = ranks.from_rank0(lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     saved_at = time.monotonic()
     num_skipped = 0
+    profile = Profile(*parse_profile(config.profile), config.root / "profile", ranks, log)
     (must_stop,) = ranks.sum(bool(run.stop.received))
     while state.step < config.steps and not must_stop:
         began = time.perf_counter()
         watch.begin(state.step)
+        profile.before(state.step + 1)
         lr = set_learning_rate(config, state)
         seed_dropout(config.seed, state.step, ranks.data_rank)
         with watch.phase_of("data"):
@@ -151,6 +127,11 @@ def run_steps(run: Run) -> None:
             is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
             mean_loss, must_stop, must_save = ranks.sum(loss, bool(run.stop.received), is_late)
         step_seconds = time.perf_counter() - began
+        profile.after(state.step)
+        eval_loss = None
+        if run.held_out is not None and config.evaluates_after(state.step):
+            with watch.phase_of("evaluation"):
+                eval_loss = run.held_out.loss(state.model, ranks, config.micro_batch_size)
         if config.log_samples:
             log.samples(attempt, state.step, sorted(unit for part in ranks.gather_data(fed) for unit in part))
         if config.saves_after(state.step) or must_save or must_stop:
@@ -174,10 +155,24 @@ def run_steps(run: Run) -> None:
             world_size=ranks.world_size,
             attempt=attempt,
             skipped=num_skipped > 0,
+            eval_loss=eval_loss,
+            data_seconds=watch.seconds["data"],
+            forward_backward_seconds=watch.seconds["forward and backward"],
+            optimizer_seconds=watch.seconds["optimizer"],
         )
         log.metrics(metrics)
-        if state.step % config.log_every == 0 or save_seconds or num_skipped or state.step == config.steps:
+        if (
+            state.step % config.log_every == 0
+            or save_seconds
+            or num_skipped
+            or state.step == config.steps
+            or eval_loss is not None
+        ):
             log.say(metrics.progress_line(config.steps))
+        if config.straggler_factor and state.step % config.log_every == 0:
+            times = ranks.gather(RankTimes.measure(ranks.rank, ranks.device, step_seconds, watch))
+            for line in find_stragglers(times, config.straggler_factor):
+                log.say(line)
     if must_stop and state.step < config.steps:
         kept = f"{state.last_saved} holds it" if state.last_saved else "nothing new to save"
         log.say(f"stopped at step {state.step} of {config.steps}: {kept}; the same command goes on from there")
@@ -229,13 +224,6 @@ def clip_gradients(state: TrainingState, max_norm: float) -> torch.Tensor:
     """Scale the gradients down to `max_norm` (0: leave them); returns their global norm before."""
     norm = torch.nn.utils.clip_grad_norm_(state.parameters().values(), max_norm or float("inf"))
     return cast(DTensor, norm).full_tensor()
-
-
-def compute_dtype(option: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations and gradients; weights and the reduction of gradients keep theirs."""
-    if option == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[option]
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:

@@ -8,9 +8,9 @@ import transformers
 from ckptool import NotFoundError, UnsupportedError
 from tests.trainer.tiny import run, tiny_config
 from trainer import checkpoint, parallel
+from trainer.build import build_state
 from trainer.data import TrainingData, prepare
 from trainer.model import build_meta_model, materialize, model_state, named_blocks, recompute_buffers, ties_of
-from trainer.train import build_state
 
 SIZES = {
     "vocab_size": 64,

@@ -11,10 +11,11 @@ import ckptool
 from ckptool import DamagedError, MismatchError, NotFoundError, TargetExistsError, UsageError
 from tests.trainer.tiny import read_lines, run, tiny_config
 from trainer import checkpoint, parallel
+from trainer.build import build_state
 from trainer.metrics import Log
-from trainer.train import build_state
 
 MEASURED = ("tokens_per_second", "step_seconds", "max_memory_bytes", "checkpoint_seconds", "checkpoint_stall_seconds")
+MEASURED += ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
 
 
 def trained(lines):
@@ -188,7 +189,7 @@ def test_metrics_have_exactly_the_documented_fields(finished):
     assert list(read_lines(finished / "metrics.jsonl")[0]) == [
         *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "consumed"),
         *("max_memory_bytes", "checkpoint_seconds", "checkpoint_stall_seconds", "world_size", "attempt"),
-        "skipped",
+        *("skipped", "eval_loss", "data_seconds", "forward_backward_seconds", "optimizer_seconds"),
     ]
 
 

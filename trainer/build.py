@@ -1,0 +1,50 @@
+"""The model and the optimizer of a run, in the order that FSDP2 demands: meta, split, wrap, shard, memory."""
+
+from __future__ import annotations
+
+import torch
+
+from ckptool import DataPosition
+from trainer import checkpoint, parallel
+from trainer.checkpoint import Origin, TrainingState
+from trainer.config import TrainConfig
+from trainer.model import (
+    build_meta_model,
+    checkpoint_activations,
+    materialize,
+    named_blocks,
+    named_parameters,
+    tie,
+    ties_of,
+)
+from trainer.optimizer import build_optimizer
+from trainer.parallel import Ranks
+from trainer.tensor_parallel import split_tensors
+
+
+def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
+    """Model and optimizer, sharded over the ranks; the weights are garbage until a checkpoint is loaded."""
+    dtype = checkpoint.param_dtype(config.param_dtype, origin)
+    model = build_meta_model(origin.hf_folder, dtype, tie_embeddings=not origin.provenance.untied)
+    ties = ties_of(model)
+    if config.tp > 1:
+        split_tensors(model, ranks.mesh[parallel.TENSOR_AXIS], ties)
+        tie(model, ties)
+    if config.activation_checkpointing == "block":
+        checkpoint_activations(model)
+    blocks = list(named_blocks(model).values())
+    if config.compile:
+        for block in blocks:
+            block.compile()
+    parallel.shard(model, blocks, ranks, compute_dtype(config.compute_dtype, ranks.device), config.cpu_offload)
+    materialize(model, ranks.device, ties, config.cpu_offload)
+    parameters = {name: p for name, p in named_parameters(model).items() if name not in ties}
+    optimizer = build_optimizer(parameters, config.lr, config.weight_decay)
+    return TrainingState(model, optimizer, ties, position)
+
+
+def compute_dtype(option: str, device: torch.device) -> torch.dtype:
+    """The dtype of activations and gradients; weights and the reduction of gradients keep theirs."""
+    if option == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[option]
