@@ -6,6 +6,7 @@ Rows 2 and 24 need several ranks: tests/test_distributed.py. Row 7 is the traine
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import pickle
 import shutil
@@ -61,6 +62,26 @@ def test_6_a_failed_save_does_not_destroy_the_good_one(tmp_path: Path, overwrite
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
 
 
+def test_8_a_loader_state_goes_from_four_ranks_to_two_and_from_two_to_four(tmp_path: Path) -> None:
+    """torchtitan#816: one cursor per rank; two of four were lost, and two could not become four."""
+    trained: list[int] = []
+    state = None
+    for world_size in (4, 2, 4):
+        ranks = [
+            ckptool.GlobalBatchSampler(100, global_batch_size=8, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for sampler in ranks:
+            if state is not None:
+                sampler.load_state_dict(state)
+        for parts in itertools.islice(zip(*ranks, strict=True), 3):
+            trained += [sample for part in parts for sample in part]
+            for sampler in ranks:
+                sampler.step()
+        state = ranks[-1].state_dict()
+    assert len(set(trained)) == len(trained) == 72
+
+
 def test_9_keys_that_the_template_lacks_are_not_dropped(tmp_path: Path) -> None:
     """pytorch#148252, #126881: saved {a, b}, loaded {a}."""
     path = save(tmp_path / "c", a=torch.ones(2), b=torch.ones(2))
@@ -97,6 +118,34 @@ def test_14_an_index_and_its_shards_must_agree(sharded: Path, tmp_path: Path, fa
     assert run(["import-hf", str(folder), "x", "--root", str(tmp_path / "ckpt")]) in (3, 4)
     assert culprit in capsys.readouterr().err
     assert not (tmp_path / "ckpt" / "x").exists()
+
+
+def test_17_a_resume_at_an_epochs_end_neither_replays_nor_drops_it() -> None:
+    """meta-pytorch/data#1437, KempnerForge#57, streaming#700: stopped at 30, then at 40, then at exactly 100."""
+    samples, state = [], None
+    for num_steps in (3, 1, 6, 1):
+        sampler = ckptool.GlobalBatchSampler(100, global_batch_size=10, rank=0, world_size=1)
+        if state is not None:
+            sampler.load_state_dict(state)
+        for batch in itertools.islice(sampler, num_steps):
+            samples += batch
+            sampler.step()
+        state = sampler.state_dict()
+    uninterrupted = ckptool.GlobalBatchSampler(100, global_batch_size=110, rank=0, world_size=1)
+    assert samples == next(iter(uninterrupted))
+    assert sorted(samples[:100]) == list(range(100))
+
+
+def test_28_a_position_counts_units_as_they_were_defined_once() -> None:
+    """llm-foundry#1277, streaming#619: counted in packed rows or per replica, data repeats. 3 documents a row."""
+    rows = ckptool.DataSource("text", 40, {"documents": 120}, "ffd-block")
+    before, after = (
+        ckptool.GlobalBatchSampler(rows, global_batch_size=6, rank=rank, world_size=world_size)
+        for rank, world_size in ((2, 3), (0, 2))
+    )
+    before.step()
+    after.load_state_dict(before.state_dict())
+    assert after.position.next_units() == range(6, 12)
 
 
 def test_25_a_half_written_newest_is_passed_over_with_the_reason(tmp_path: Path) -> None:

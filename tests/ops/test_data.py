@@ -284,7 +284,7 @@ def test_every_command_speaks_to_people_and_to_scripts(root, capsys):
         "show step-8": ("48 units trained in 8 steps", "48"),
         "verify step-8 --replay": ("is good: 48 units, replayed", ""),
         "diff step-3 step-8": ("a: 30 units, up to epoch 1 place 8", "30"),
-        "plan step-8 --world-size 4": ("rank 2: 1 units; 1 without a unit", "48 52\n49 53\n50\n51"),
+        "plan step-8 --world-size 4": ("rank 2 reads 1; 1 without a unit", "48 52\n49 53\n50\n51"),
         "seek step-8 --to -2": ("2 units are trained again, 0 skipped", str(root / "step-8")),
         "skip step-8 unit:60..66": ("0 units are trained again, 6 skipped", str(root / "step-8")),
         "edit step-20 --weights a=3,b=1": ("slots of a 256 -> 768", str(root / "step-20")),

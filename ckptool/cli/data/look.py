@@ -150,6 +150,6 @@ def _show_plan(result: Result) -> None:
     )
     for rank in facts["ranks"]:
         dummies = f"; {rank['num_dummy_micro_batches']} without a unit" if rank["num_dummy_micro_batches"] else ""
-        line(f"rank {rank['rank']}: {len(rank['units'])} units{dummies}")
+        line(f"rank {rank['rank']} reads {len(rank['units'])}{dummies}")
         for unit in rank["units"]:
             line(f"  {_unit(unit)}")
