@@ -28,13 +28,29 @@ ROWS: list[Placement] = [Replicate(), Shard(0)]
 
 #: Per mesh: the file of placements, and what a program with such a mesh has for each parameter.
 CASES: dict[str, tuple[str, dict[str, list[Placement]]]] = {
-    "dp=4": ("", {"w": [Shard(0)], "few": [Shard(0)], "empty": [Shard(0)], "bias": [Shard(0)], "experts": [Shard(0)]}),
-    "dp_replicate=2,dp_shard=2": ("", {"w": ROWS, "few": ROWS, "empty": ROWS, "bias": ROWS, "experts": ROWS}),
+    "dp=4": (
+        "",
+        {
+            "w": [Shard(0)],
+            "few": [Shard(0)],
+            "six": [Shard(0)],
+            "five": [Shard(0)],
+            "one": [Shard(0)],
+            "empty": [Shard(0)],
+            "bias": [Shard(0)],
+            "experts": [Shard(0)],
+        },
+    ),
+    "dp_replicate=2,dp_shard=2": (
+        "",
+        {"w": ROWS, "few": ROWS, "six": ROWS, "five": ROWS, "one": ROWS, "empty": ROWS, "bias": ROWS, "experts": ROWS},
+    ),
     "dp_shard=2,tp=2": (
         '[tp]\n"w" = 0\n"few" = 1\n"experts" = -1\n',
         {
             "w": [_StridedShard(0, split_factor=2), Shard(0)],
             "few": [Shard(0), Shard(1)],
+            **{name: [Shard(0), Replicate()] for name in ("six", "five", "one")},
             "empty": [Shard(0), Replicate()],
             "bias": [Shard(0), Replicate()],
             "experts": [Shard(0), Shard(2)],
@@ -45,6 +61,7 @@ CASES: dict[str, tuple[str, dict[str, list[Placement]]]] = {
         {
             "w": [Shard(0), Replicate()],
             "few": [Shard(0), Replicate()],
+            **{name: [Shard(0), Replicate()] for name in ("six", "five", "one")},
             "empty": [Shard(0), Replicate()],
             "bias": [Shard(0), Replicate()],
             "experts": [Shard(1), Shard(0)],
@@ -55,7 +72,16 @@ CASES: dict[str, tuple[str, dict[str, list[Placement]]]] = {
 
 def parameters() -> dict[str, torch.Tensor]:
     torch.manual_seed(5)
-    shapes = {"w": (12, 6), "few": (3, 6), "empty": (0, 4), "bias": (7,), "experts": (5, 9, 8)}
+    shapes = {
+        "w": (12, 6),
+        "few": (3, 6),
+        "six": (6,),
+        "five": (5, 2),
+        "one": (1, 3),
+        "empty": (0, 4),
+        "bias": (7,),
+        "experts": (5, 9, 8),
+    }
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
@@ -106,20 +132,24 @@ def load_all(rank: int, root: str) -> None:
         assert reader.num_bytes == held, f"{text}: rank {rank} reads {reader.num_bytes} bytes and holds {held}"
 
 
+#: The second one divides by nothing (field report 23).
+BLOCK_SIZES = ((6, 16), (17, 5))
+
+
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int = 6, inner_size: int = 16) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
-        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(size, inner_size), nn.Linear(inner_size, size)
+        self.norm = nn.LayerNorm(size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(self.norm(hidden))))
 
 
-def load_fsdp_over_tp(rank: int, checkpoint: str) -> None:
+def load_fsdp_over_tp(rank: int, checkpoint: str, sizes: tuple[int, int]) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     torch.manual_seed(6)
-    model = Block()
+    model = Block(*sizes)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp_shard"])
@@ -136,7 +166,8 @@ def load_fsdp_over_tp(rank: int, checkpoint: str) -> None:
 
 def load_on_four_ranks(rank: int, root: str) -> None:
     load_all(rank, root)
-    load_fsdp_over_tp(rank, f"{root}/fsdp-over-tp")
+    for sizes in BLOCK_SIZES:
+        load_fsdp_over_tp(rank, f"{root}/fsdp-over-tp-{sizes[0]}", sizes)
 
 
 def test_stock_load_reads_what_the_rank_holds_on_every_mesh(tmp_path: Path) -> None:
@@ -153,15 +184,16 @@ def test_stock_load_reads_what_the_rank_holds_on_every_mesh(tmp_path: Path) -> N
             mesh=Mesh.parse(text),
             placements=tmp_path / "placements.toml",
         )
-    torch.manual_seed(6)
-    dcp.save({"model": Block().state_dict()}, checkpoint_id=tmp_path / "one", no_dist=True)
     (tmp_path / "tp.toml").write_text('[tp]\n"up.*" = 0\n"down.weight" = 1\n')
-    reshard(
-        str(tmp_path / "one"),
-        str(tmp_path / "fsdp-over-tp"),
-        mesh=Mesh.parse("dp_shard=2,tp=2"),
-        placements=tmp_path / "tp.toml",
-    )
+    for sizes in BLOCK_SIZES:
+        torch.manual_seed(6)
+        dcp.save({"model": Block(*sizes).state_dict()}, checkpoint_id=tmp_path / f"one-{sizes[0]}", no_dist=True)
+        reshard(
+            str(tmp_path / f"one-{sizes[0]}"),
+            str(tmp_path / f"fsdp-over-tp-{sizes[0]}"),
+            mesh=Mesh.parse("dp_shard=2,tp=2"),
+            placements=tmp_path / "tp.toml",
+        )
     run_ranks(4, load_on_four_ranks, str(tmp_path))
 
 
