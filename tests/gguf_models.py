@@ -47,8 +47,17 @@ def qwen3_moe() -> transformers.Qwen3MoeForCausalLM:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, tie_word_embeddings=False))
 
 
-def write_gguf(model: transformers.PreTrainedModel, path: Path, architecture: str, **more: Any) -> Path:
-    """Matrices as Q8_0, norms as F32, and a vocabulary of made-up words. `more` are extra keys of the header."""
+def write_gguf(
+    model: transformers.PreTrainedModel,
+    path: Path,
+    architecture: str,
+    extra: dict[str, numpy.ndarray] | None = None,
+    **more: Any,
+) -> Path:
+    """Matrices as Q8_0, norms as F32, and a vocabulary of made-up words.
+
+    `extra` are further tensors, `more` further keys of the header (`__` for a dot).
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -71,8 +80,9 @@ def write_gguf(model: transformers.PreTrainedModel, path: Path, architecture: st
     writer.add_token_scores([0.0] * config.vocab_size)
     writer.add_token_types([1] * config.vocab_size)
     for key, value in more.items():
-        writer.add_uint32(key.replace("__", "."), value)
-    for name, tensor in stored_tensors(model, architecture).items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(key.replace("__", "."), value)
+    for name, tensor in {**stored_tensors(model, architecture), **(extra or {})}.items():
         kind = Q8_0 if tensor.ndim > 1 else F32
         writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()

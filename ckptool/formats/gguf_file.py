@@ -29,7 +29,9 @@ class GgufSource:
     def __init__(self, path: Path) -> None:
         reader = _open(path)
         self._tensors = {str(tensor.name): tensor for tensor in reader.tensors}
-        self.architecture = _architecture(reader, path)
+        self.architecture = _text(reader, "general.architecture", path)
+        #: How its RoPE is scaled, in llama.cpp's words: "yarn", "linear"; "" when it does not say.
+        self.rope_scaling = _text(reader, f"{self.architecture}.rope.scaling.type", path, "")
         _check_whole(reader, path)
         self.num_quantised = sum(tensor.tensor_type.name not in _PLAIN for tensor in reader.tensors)
         types = sorted({tensor.tensor_type.name for tensor in reader.tensors})
@@ -86,11 +88,12 @@ def _open(path: Path) -> Any:
     return reader
 
 
-def _architecture(reader: Any, path: Path) -> str:
-    field = reader.fields.get("general.architecture")
-    value = field.contents() if field is not None else None
+def _text(reader: Any, key: str, path: Path, default: str | None = None) -> str:
+    """A text of the header. Raises DamagedError when it is no text, or absent and without a default."""
+    field = reader.fields.get(key)
+    value = field.contents() if field is not None else default
     if not isinstance(value, str):
-        raise DamagedError(f"{path}: it does not say which architecture it is of")
+        raise DamagedError(f"{path}: its header has no {key}")
     return value
 
 

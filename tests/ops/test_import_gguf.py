@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ckptool
 from ckptool.cli.main import run
 from ckptool.errors import DamagedError, MismatchError, UnsupportedError
-from tests.gguf_models import gemma2, llama, qwen3_moe, write_gguf
+from tests.gguf_models import SIZES, gemma2, llama, qwen3_moe, write_gguf
 
 MODELS = [("llama", llama), ("gemma2", gemma2), ("qwen3moe", qwen3_moe), ("llama", lambda: llama(tied=True))]
 
@@ -69,6 +70,38 @@ def test_tensors_without_a_place_are_not_left_out_in_silence(tmp_path: Path) -> 
     assert raw.count(b"blk.1.ffn_down.weight") == 1
     file.write_bytes(raw.replace(b"blk.1.ffn_down.weight", b"blk.1.ffn_dwxx.weight"))
     with pytest.raises(MismatchError, match=r"no place for blk\.1\.ffn_dwxx\.weight"):
+        ckptool.import_hf(str(file), root=tmp_path)
+
+
+def test_the_scaled_rope_of_llama_3(tmp_path: Path) -> None:
+    """llama.cpp stores what transformers computes from the config: the two must give the same frequencies."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = llama()
+    plain = LlamaRotaryEmbedding(transformers.LlamaConfig(**SIZES, rope_theta=500000.0))
+    scaled = LlamaRotaryEmbedding(transformers.LlamaConfig(**SIZES, rope_parameters=rope))
+    divisors = (plain.inv_freq / scaled.inv_freq).numpy()
+    assert 1 < divisors.max() <= 32.001
+    model.config.rope_parameters = {"rope_theta": 500000.0}
+    file = write_gguf(model, tmp_path / "tiny.gguf", "llama", {"rope_freqs.weight": divisors})
+    result = ckptool.import_hf(str(file), root=tmp_path)
+    assert any("llama3, factor 32" in note for note in result.notes)
+    config = json.loads((tmp_path / "tiny" / "hf" / "config.json").read_text())
+    assert config["rope_parameters"] == rope
+    odd = write_gguf(model, tmp_path / "odd.gguf", "llama", {"rope_freqs.weight": divisors[::-1].copy()})
+    with pytest.raises(UnsupportedError, match="not known"):
+        ckptool.import_hf(str(odd), root=tmp_path)
+
+
+def test_a_rope_scaling_that_the_config_would_not_say(tmp_path: Path) -> None:
+    file = write_gguf(llama(), tmp_path / "tiny.gguf", "llama", llama__rope__scaling__type="yarn")
+    with pytest.raises(UnsupportedError, match=r"scaled \(yarn\)"):
         ckptool.import_hf(str(file), root=tmp_path)
 
 
