@@ -141,12 +141,19 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 
     Returns the members of each bin in item order, bins in the order in which they were opened.
     """
-    free = np.full(len(sizes), capacity, np.int64)
+    num_leaves = 1 << max(0, len(sizes) - 1).bit_length()
+    # A tree of the room that is left: node 1 is its root, n has the children 2n and 2n + 1, the leaves are the bins.
+    room = [capacity] * (2 * num_leaves)
+    size_of = sizes.tolist()
     bins: list[list[int]] = []
     for item in np.argsort(-sizes, kind="stable").tolist():
-        bin_number = int(np.argmax(free >= sizes[item]))
-        free[bin_number] -= sizes[item]
-        if bin_number == len(bins):
+        node = 1
+        while node < num_leaves:
+            node = 2 * node if room[2 * node] >= size_of[item] else 2 * node + 1
+        if node - num_leaves == len(bins):
             bins.append([])
-        bins[bin_number].append(item)
+        bins[node - num_leaves].append(item)
+        room[node] -= size_of[item]
+        while (node := node // 2) and room[node] != (most := max(room[2 * node], room[2 * node + 1])):
+            room[node] = most
     return [sorted(members) for members in bins]

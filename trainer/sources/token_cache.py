@@ -85,13 +85,14 @@ def make_pieces(recipe: Recipe, pieces: list[Piece], say: Callable[[str], None])
         say(f"{len(pieces) - len(left)} of {len(pieces)} pieces are there from an earlier run")
     num_workers = min(len(left), len(os.sched_getaffinity(0)))
     num_replaced = 0
-    began = reported = time.monotonic()
-    for number, count in enumerate(_outcomes(recipe, left, num_workers), start=1):
+    for number, count in enumerate(_outcomes(recipe, left, num_workers)):
         num_replaced += count
-        if time.monotonic() - reported > _SECONDS_BETWEEN_LINES:
+        if number == 0:
+            began = reported = time.monotonic()  # the workers have started, and one piece is done
+        elif time.monotonic() - reported > _SECONDS_BETWEEN_LINES:
             reported = time.monotonic()
-            rest = (reported - began) / number * (len(left) - number)
-            say(f"tokenized {number} of {len(left)} pieces on {num_workers} cores, about {rest:.0f} s to go")
+            rest = (reported - began) / number * (len(left) - number - 1)
+            say(f"tokenized {number + 1} of {len(left)} pieces on {num_workers} cores, about {rest:.0f} s to go")
     if num_replaced:
         say(f"note: {num_replaced} documents hold U+FFFD; bytes that are not UTF-8 are read as that")
 
