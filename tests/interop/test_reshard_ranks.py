@@ -24,65 +24,45 @@ from ckptool.ops.reshard import reshard
 from tests.spawn import run_ranks
 from trainer.optimizer import build_optimizer, optimizer_state
 
-ROWS: list[Placement] = [Replicate(), Shard(0)]
+#: "six", "five" and "one" over 4 ranks are field report 22: some ranks have no rows.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "w": (12, 6),
+    "few": (3, 6),
+    "six": (6,),
+    "five": (5, 2),
+    "one": (1, 3),
+    "empty": (0, 4),
+    "experts": (5, 9, 8),
+}
+
+
+def all_as(*placements: Placement) -> dict[str, list[Placement]]:
+    return {name: list(placements) for name in SHAPES}
+
 
 #: Per mesh: the file of placements, and what a program with such a mesh has for each parameter.
 CASES: dict[str, tuple[str, dict[str, list[Placement]]]] = {
-    "dp=4": (
-        "",
-        {
-            "w": [Shard(0)],
-            "few": [Shard(0)],
-            "six": [Shard(0)],
-            "five": [Shard(0)],
-            "one": [Shard(0)],
-            "empty": [Shard(0)],
-            "bias": [Shard(0)],
-            "experts": [Shard(0)],
-        },
-    ),
-    "dp_replicate=2,dp_shard=2": (
-        "",
-        {"w": ROWS, "few": ROWS, "six": ROWS, "five": ROWS, "one": ROWS, "empty": ROWS, "bias": ROWS, "experts": ROWS},
-    ),
+    "dp=4": ("", all_as(Shard(0))),
+    "dp_replicate=2,dp_shard=2": ("", all_as(Replicate(), Shard(0))),
     "dp_shard=2,tp=2": (
         '[tp]\n"w" = 0\n"few" = 1\n"experts" = -1\n',
-        {
+        all_as(Shard(0), Replicate())
+        | {
             "w": [_StridedShard(0, split_factor=2), Shard(0)],
             "few": [Shard(0), Shard(1)],
-            **{name: [Shard(0), Replicate()] for name in ("six", "five", "one")},
-            "empty": [Shard(0), Replicate()],
-            "bias": [Shard(0), Replicate()],
             "experts": [Shard(0), Shard(2)],
         },
     ),
     "dp_shard=2,ep=2": (
         '[ep]\n"experts" = 0\n[dp_shard]\n"experts" = 1\n',
-        {
-            "w": [Shard(0), Replicate()],
-            "few": [Shard(0), Replicate()],
-            **{name: [Shard(0), Replicate()] for name in ("six", "five", "one")},
-            "empty": [Shard(0), Replicate()],
-            "bias": [Shard(0), Replicate()],
-            "experts": [Shard(1), Shard(0)],
-        },
+        all_as(Shard(0), Replicate()) | {"experts": [Shard(1), Shard(0)]},
     ),
 }
 
 
 def parameters() -> dict[str, torch.Tensor]:
     torch.manual_seed(5)
-    shapes = {
-        "w": (12, 6),
-        "few": (3, 6),
-        "six": (6,),
-        "five": (5, 2),
-        "one": (1, 3),
-        "empty": (0, 4),
-        "bias": (7,),
-        "experts": (5, 9, 8),
-    }
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
 class CountingReader(dcp.FileSystemReader):
