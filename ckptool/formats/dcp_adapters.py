@@ -201,6 +201,8 @@ class LoadReader(SourceReader):
         super()._fill(fqn, chunk, box, data)
         if self._has_digests:
             entry = self._source.manifest.tensors[fqn]
+            if len(self._parts) > 1:
+                self._parts[-2][2].result()  # a box on its way to a GPU is kept in memory until it is digested
             part = self._thread.submit(digest_box, data, box, entry.shape, entry.itemsize_bytes)
             self._parts.append((self._source.manifest.ties.get(fqn, fqn), box.num_elements, part))
 
