@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ckptool.runs import list_checkpoints as list_checkpoints
     from ckptool.runs import resolve as resolve
     from ckptool.sampler import GlobalBatchSampler as GlobalBatchSampler
+    from ckptool.storage.data_files import SourceFile as SourceFile
+    from ckptool.storage.data_files import files_record as files_record
+    from ckptool.storage.data_files import find_source_files as find_source_files
 
     open_checkpoint = read_manifest
 
@@ -53,6 +56,9 @@ _HOMES = {
     "DataPosition": "ckptool.core.position",
     "Fed": "ckptool.core.history",
     "GlobalBatchSampler": "ckptool.sampler",
+    "SourceFile": "ckptool.storage.data_files",
+    "files_record": "ckptool.storage.data_files",
+    "find_source_files": "ckptool.storage.data_files",
     "accept_data_change": "ckptool.core.position_edits",
     "rank_units": "ckptool.core.position",
     "DataSource": "ckptool.core.data_source",
@@ -84,6 +90,7 @@ __all__ = [
     "Naming",
     "NotFoundError",
     "Provenance",
+    "SourceFile",
     "StorageReader",
     "TargetExistsError",
     "UnsupportedError",
@@ -92,7 +99,9 @@ __all__ = [
     "accept_data_change",
     "diff",
     "export",
+    "files_record",
     "find_latest",
+    "find_source_files",
     "import_hf",
     "list_checkpoints",
     "load",

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ckptool import DamagedError, UnsupportedError
+from ckptool import DamagedError, SourceFile, UnsupportedError, files_record, find_source_files
 from trainer.sources.chat import check_chat
-from trainer.sources.documents import Table, check_text, file_tables, hub_table, source_files
-from trainer.sources.files import SourceFile, files_record, find_files
+from trainer.sources.documents import Table, check_text, file_tables, hub_table
 from trainer.sources.spec import SourceSpec
 from trainer.sources.stream import TokenPart, TokenStream
 from trainer.sources.token_cache import Piece, Recipe, cut_into_pieces, make_pieces, sole_builder
-from trainer.sources.token_files import TOKEN_SUFFIXES, fsync_folder, megatron_files, megatron_part, token_part
+from trainer.sources.token_files import fsync_folder, megatron_files, megatron_part, token_part
 from trainer.sources.tokenizer import load_tokenizer, token_dtype, tokenizer_digest
 
 Say = Callable[[str], None]
@@ -66,7 +65,7 @@ def open_corpus(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -> Corp
     if spec.kind in ("tokens", "megatron"):
         return _open_token_files(spec, hf_folder, root, say)
     table = hub_table(spec) if spec.kind == "hf" else None
-    files = _table_files(table) if table is not None else source_files(spec)
+    files = _table_files(table) if table is not None else find_source_files(spec.kind, spec.paths)
     files_of = files_record(files)
     field = {} if spec.kind == "chat" else {"field": spec.field}
     source = {"kind": spec.kind, **field, **files_of, "tokenizer": tokenizer_digest(hf_folder)}
@@ -133,7 +132,7 @@ def _open_token_files(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -
         part, lengths = megatron_part(files[0].path, files[1].path)
         parts = [part]
     else:
-        files = find_files(spec.paths, TOKEN_SUFFIXES)
+        files = find_source_files("tokens", spec.paths)
         raw_dtype = _raw_dtype(spec, tokenizer)
         parts = [token_part(file.path, raw_dtype) for file in files]
     layout = ",".join(sorted({np.dtype(part.dtype).name for part in parts}))

@@ -19,6 +19,7 @@ from ckptool.ops.data_edit import edit, seek, skip, write_position
 from ckptool.ops.data_read import read_position
 from ckptool.ops.data_show import diff_positions, plan_step, show_position
 from ckptool.ops.data_verify import verify_position
+from ckptool.storage.data_files import files_record, find_source_files
 
 A, B = DataSource("a", 40, {"tokens": "x"}), DataSource("b", 90, {"tokens": "y"})
 
@@ -124,6 +125,44 @@ def test_verify_finds_records_that_disagree(root):
     assert [f.message for f in verify_position("step-3", root=root).findings] == [
         "data_position.json says 5 units, data.record 18"
     ]
+
+
+@pytest.fixture
+def of_files(tmp_path):
+    """step-1, trained on the files in text/."""
+    (tmp_path / "text").mkdir()
+    for number in range(3):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"text {number}")
+    fingerprint = {"kind": "files", **files_record(find_source_files("files", (str(tmp_path / "text"),)))}
+    save(tmp_path / "step-1", train(begin(DataSource("files", 40, fingerprint)), 1))
+    return tmp_path
+
+
+def test_verify_compares_the_data_by_size_or_in_full(of_files):
+    def found(full):
+        path = str(of_files / "text")
+        result = verify_position("step-1", root=of_files, data={"": path}, full=full)
+        return [finding.message.split(" ")[1] for finding in result.findings], result.exit_code
+
+    assert found(full=False) == found(full=True) == ([], 0)
+    (of_files / "text" / "1.txt").write_text("text X")
+    assert (found(full=False), found(full=True)) == (([], 0), (["files"], 3))
+    (of_files / "text" / "3.txt").write_text("more")
+    assert found(full=False) == (["num_files", "num_bytes"], 3)
+    (of_files / "text" / "2.txt").rename(of_files / "text" / "0.md")
+    assert found(full=True)[1] == 3
+
+
+def test_verify_refuses_data_that_it_can_not_compare(of_files, trained):
+    with pytest.raises(UsageError, match="no source is called 'web'"):
+        verify_position("step-1", root=of_files, data={"web": "x"})
+    with pytest.raises(UsageError, match="several sources"):
+        verify_position("step-20", root=trained, data={"": "x"})
+    with pytest.raises(UnsupportedError, match="fingerprint of a has no files"):
+        verify_position("step-3", root=trained, data={"a": "x"})
+    with pytest.raises(NotFoundError):
+        verify_position("step-1", root=of_files, data={"files": "nowhere"})
+    assert run(["data", "verify", "step-1", "--root", str(of_files), "--full"]) == 2
 
 
 def test_a_record_of_version_1_has_no_history_to_replay(tmp_path):

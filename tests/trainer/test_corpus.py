@@ -6,10 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ckptool import DamagedError, NotFoundError, UnsupportedError
+from ckptool import DamagedError, NotFoundError, UnsupportedError, find_source_files
 from tests.trainer.tiny import make_tokenizer
 from trainer.corpus import open_corpus
-from trainer.sources.files import find_files
 from trainer.sources.spec import SourceSpec
 
 
@@ -55,7 +54,7 @@ def test_every_kind_of_file_in_a_folder_is_read_in_name_order(tmp_path, corpus_o
 def test_paths_may_be_files_globs_and_folders_in_the_order_given(tmp_path):
     for name in ("a.txt", "b.txt", "notes.rst"):
         (tmp_path / name).write_text(name)
-    found = find_files((str(tmp_path / "notes.rst"), str(tmp_path / "*.txt")))
+    found = find_source_files("files", (str(tmp_path / "notes.rst"), str(tmp_path / "*.txt")))
     assert [(file.name, file.builder) for file in found] == [
         ("notes.rst", "text"),
         ("a.txt", "text"),

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptool import DamagedError, NotFoundError
-from trainer.sources.files import SourceFile, find_files
+from ckptool import DamagedError, NotFoundError, SourceFile
 from trainer.sources.spec import SourceSpec
 
 _BUILDER_OF_KIND = {"text": "text", "jsonl": "json", "parquet": "parquet", "chat": "json"}
@@ -31,14 +30,6 @@ class Document:
 
     tokens: list[int]
     trained: list[int] | None = None
-
-
-def source_files(spec: SourceSpec) -> list[SourceFile]:
-    """The files of a source of text. Raises NotFoundError."""
-    if spec.kind == "files":
-        return find_files(spec.paths)
-    suffixes = {"text": (".txt", ".md", ".py"), "parquet": (".parquet",)}.get(spec.kind, (".jsonl",))
-    return find_files(spec.paths, suffixes)
 
 
 def file_tables(spec: SourceSpec, files: list[SourceFile], cache: Path) -> list[Table]:

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptool import DamagedError, MismatchError, NotFoundError, UnsupportedError, UsageError
-from trainer.sources.files import BUILDERS
+from ckptool import DamagedError, MismatchError, NotFoundError, SourceFile, UnsupportedError, UsageError
 from trainer.sources.spec import SourceSpec
 from trainer.sources.tokenizer import load_tokenizer, tokenizer_digest
 from trainer.units import Row
@@ -188,7 +187,7 @@ def open_stream(spec: SourceSpec) -> Any:
             rows = datasets.load_from_disk(str(path))
             return rows.to_iterable_dataset(num_shards=min(spec.lanes, len(rows)) or 1)
         if path.is_file():
-            builder = BUILDERS.get(path.suffix, "text")
+            builder = SourceFile(path, path.name).builder
             return datasets.load_dataset(builder, data_files=str(path), split="train", streaming=True)
         where = str(path) if path.is_dir() else name
         return datasets.load_dataset(where, spec.config or None, split=spec.split, streaming=True)

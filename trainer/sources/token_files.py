@@ -16,14 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptool import DamagedError, NotFoundError, UnsupportedError
-from trainer.sources.files import SourceFile
+from ckptool import DamagedError, NotFoundError, SourceFile, UnsupportedError
 from trainer.sources.stream import TokenPart
 
 _LLMC_MAGIC, _LLMC_HEADER_BYTES = 20240520, 1024
 _MEGATRON_MAGIC, _MEGATRON_HEADER_BYTES = b"MMIDIDX\x00\x00", 34
 _MEGATRON_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-TOKEN_SUFFIXES = (".bin", ".npy", ".tokens")
 
 
 def token_part(path: Path, raw_dtype: np.dtype) -> TokenPart:

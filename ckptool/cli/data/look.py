@@ -10,6 +10,7 @@ import click
 from ckptool.cli._options import complete_name, name_argument, output_options, root_option
 from ckptool.cli._output import line, show, table
 from ckptool.core.plan import Result
+from ckptool.errors import UsageError
 
 
 @click.command("show", short_help="Position, epochs and tokens per source, the next units, all changes.")
@@ -71,17 +72,32 @@ def _unit(unit: dict[str, Any]) -> str:
 @click.command("verify", short_help="Does the position agree with itself, and with what was fed?")
 @name_argument
 @click.option("--replay", is_flag=True, help="Compute the digest of all trained units anew, and compare.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="[NAME=]PATH",
+    help="Compare number and sizes of the files at PATH with those that source NAME was made of.",
+)
+@click.option("--full", is_flag=True, help="With --data: their contents, too.")
 @root_option
 @output_options
-def verify_command(*, name: str, replay: bool, root: Path | None, as_json: bool, quiet: bool) -> int:
+def verify_command(
+    *, name: str, replay: bool, data: tuple[str, ...], full: bool, root: Path | None, as_json: bool, quiet: bool
+) -> int:
     """Check the data position of checkpoint NAME: its record, its integers, its step and the file beside them agree.
 
     --replay walks through every unit that the record implies, from the first one on, and compares their digest with
-    that of the units that the ranks were fed: equal, when each was trained once and no other. Ends with 4 when not.
+    that of the units that the ranks were fed: equal, when each was trained once and no other. Ends with 4 when
+    not, and with 3 when --data is other data.
     """
     from ckptool.ops.data_verify import verify_position
 
-    result = verify_position(name, root=root, replay=replay)
+    paths = {source: path for source, _, path in (text.rpartition("=") for text in data)}
+    if full and not paths:
+        raise UsageError("--full reads the data, and there is no --data")
+    if len(paths) < len(data):
+        raise UsageError("--data names a source twice", hint="several paths of one source: PATH:PATH")
+    result = verify_position(name, root=root, replay=replay, data=paths, full=full)
     bare = [finding.message for finding in result.findings]
 
     def human(_: Result) -> None:

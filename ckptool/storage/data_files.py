@@ -1,4 +1,4 @@
-"""The files of a source, in a fixed order, and what is remembered of them."""
+"""The files of a source of training data, in a fixed order, and what a fingerprint remembers of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ckptool import NotFoundError
+from ckptool.errors import NotFoundError, UnsupportedError
 
 #: File suffix -> the `datasets` builder that reads it. Files of any other suffix are text when named one by one.
 BUILDERS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "json", ".parquet": "parquet"}
@@ -19,6 +19,17 @@ BUILDERS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "json", ".pa
 MAX_FULL_DIGEST_BYTES = 1 << 30
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 1 << 16
+
+
+#: Kind of source -> the suffixes that its folders are searched for.
+_SUFFIXES_OF_KIND = {
+    "files": tuple(BUILDERS),
+    "text": (".txt", ".md", ".py"),
+    "jsonl": (".jsonl",),
+    "parquet": (".parquet",),
+    "chat": (".jsonl",),
+    "tokens": (".bin", ".npy", ".tokens"),
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,16 @@ class SourceFile:
     @property
     def builder(self) -> str:
         return BUILDERS.get(self.path.suffix.lower(), "text")
+
+
+def find_source_files(kind: str, paths: tuple[str, ...]) -> list[SourceFile]:
+    """The files of a source of this kind at `paths`, as `find_files` finds them.
+
+    Raises UnsupportedError for kinds that are not known by their files, NotFoundError when a path leads to none.
+    """
+    if kind not in _SUFFIXES_OF_KIND:
+        raise UnsupportedError(f"a source of kind {kind} is not known by its files")
+    return find_files(paths, _SUFFIXES_OF_KIND[kind])
 
 
 def find_files(paths: tuple[str, ...], suffixes: Iterable[str] = BUILDERS) -> list[SourceFile]:
