@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptool import DamagedError, NotFoundError, SourceFile
+from ckptool import DamagedError, NotFoundError, SourceFile, UnsupportedError
 from trainer.sources.spec import SourceSpec
 
 _BUILDER_OF_KIND = {"text": "text", "jsonl": "json", "parquet": "parquet", "chat": "json"}
@@ -72,6 +72,14 @@ def hub_table(spec: SourceSpec) -> Table:
             raise NotFoundError(f"{name} has no split {spec.split!r}, only {', '.join(loaded)}", hint="split = ...")
         loaded = loaded[spec.split]
     return Table(loaded, name)
+
+
+def table_files(table: Table) -> list[SourceFile]:
+    """The Arrow files that a data set lies in. Raises UnsupportedError for one in memory."""
+    paths = [Path(entry["filename"]) for entry in table.rows.cache_files]
+    if not paths:
+        raise UnsupportedError(f"{table.where} lies in memory, not in files", hint="save_to_disk it first")
+    return [SourceFile(path, path.name) for path in paths]
 
 
 def check_text(table: Table, field: str) -> None:

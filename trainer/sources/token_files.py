@@ -11,13 +11,12 @@ Layouts, from the programs that write them:
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 
 from ckptool import DamagedError, NotFoundError, SourceFile, UnsupportedError
-from trainer.sources.stream import TokenPart
+from trainer.sources.stream import TokenPart, TokenStream, blocks
 
 _LLMC_MAGIC, _LLMC_HEADER_BYTES = 20240520, 1024
 _MEGATRON_MAGIC, _MEGATRON_HEADER_BYTES = b"MMIDIDX\x00\x00", 34
@@ -101,10 +100,21 @@ def megatron_part(index: Path, data: Path) -> tuple[TokenPart, np.ndarray]:
     return TokenPart(data, dtype.name, 0, num_tokens), np.diff(starts)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder last through a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def scan_documents(stream: TokenStream, vocab_size: int, end_of_text: int, name: str) -> np.ndarray:
+    """The tokens of each document (int64): a document ends with the end-of-text token, or with the data.
+
+    Raises DamagedError for a token that the tokenizer doesn't have.
+    """
+    ends: list[np.ndarray] = []
+    for start, block in blocks(stream):
+        wrong = np.flatnonzero((block < 0) | (block >= vocab_size))
+        if len(wrong):
+            raise DamagedError(
+                f"{name}: token {start + wrong[0]} is {block[wrong[0]]}, but the tokenizer has {vocab_size}",
+                hint="made with another tokenizer, or dtype = ... is another one",
+            )
+        ends.append(np.flatnonzero(block == end_of_text) + start + 1)
+    bounds = np.concatenate([np.zeros(1, np.int64), *ends])
+    if bounds[-1] != len(stream):
+        bounds = np.append(bounds, len(stream))
+    return np.diff(bounds)
