@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from ckptool import DamagedError, NotFoundError, UnsupportedError, UsageError
+from ckptool.storage import data_files
 from tests.trainer.tiny import make_tokenizer
 from trainer.corpus import open_corpus
-from trainer.sources import files as source_files
 from trainer.sources.spec import SourceSpec, parse_sources
 
 EOS = 256
@@ -90,8 +90,8 @@ def test_token_files_that_can_not_be_are_refused(tmp_path, open_source, content,
 
 
 def test_a_changed_byte_is_another_source_also_where_only_samples_are_read(tmp_path, open_source, monkeypatch):
-    monkeypatch.setattr(source_files, "MAX_FULL_DIGEST_BYTES", 1000)
-    monkeypatch.setattr(source_files, "_SAMPLE_BYTES", 8)
+    monkeypatch.setattr(data_files, "MAX_FULL_DIGEST_BYTES", 1000)
+    monkeypatch.setattr(data_files, "_SAMPLE_BYTES", 8)
     path = tmp_path / "train.bin"
     tokens = np.arange(4000, dtype=np.uint16) % 250
     tokens.tofile(path)
