@@ -13,19 +13,25 @@ from ckptool.core.position import DataPosition, Stretch, rank_units
 from ckptool.core.segment import Segment
 from ckptool.errors import MismatchError, UsageError
 from ckptool.ops.data_read import read_position
+from ckptool.ops.data_text import unit_texts
 
 #: World sizes above this are not listed, though they may divide the batch.
 _MAX_LISTED_WORLD_SIZE = 1024
 
 
-def show_position(name: str, *, root: Path | None = None, num_next: int = 4) -> Result:
+def show_position(name: str, *, root: Path | None = None, num_next: int = 4, text: bool = False) -> Result:
     """Position, epochs and tokens per source, the next units, world sizes that share the batch evenly, and all edits.
 
-    Raises NotFoundError for a checkpoint without a data position.
+    `text` adds the text of the next units. Raises NotFoundError for a checkpoint without a data position,
+    UnsupportedError when the text isn't there.
     """
     stored = read_position(name, root)
     position = stored.position
     ahead = range(position.consumed, position.consumed + num_next)
+    next_units = _units(position, ahead)
+    if text:
+        for unit, its_text in zip(next_units, unit_texts(stored.path, position, position.units(ahead)), strict=True):
+            unit["text"] = its_text
     batch = position.global_batch_size
     details = {
         "consumed": position.consumed,
@@ -35,7 +41,7 @@ def show_position(name: str, *, root: Path | None = None, num_next: int = 4) -> 
         "seed": position.segment.seed,
         "order_version": position.segment.order_version,
         "sources": sources_at(position),
-        "next_units": _units(position, ahead),
+        "next_units": next_units,
         "even_world_sizes": [w for w in range(1, min(batch, _MAX_LISTED_WORLD_SIZE) + 1) if batch % w == 0],
         "max_world_size": batch,
         "segments": [_segment(segment) for segment in position.segments],

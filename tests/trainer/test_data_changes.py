@@ -1,13 +1,16 @@
 """Data that changed under a run is refused with what changed, or accepted with a reason; several sources are mixed."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from ckptool import DataPosition, MismatchError
+from ckptool import DataPosition, MismatchError, UnsupportedError
+from ckptool.cli.main import run as run_command
 from ckptool.core.history import history_of
-from tests.trainer.tiny import read_lines, run
+from ckptool.ops.data_show import show_position
+from tests.trainer.tiny import SEQ_LEN, read_lines, run
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,25 @@ def test_a_checkpoint_proves_its_history_over_a_changed_batch_size(root):
     position = position_of(root / "step-5")
     assert (position.consumed, position.num_steps) == (26, 5)
     assert position.history == history_of(enumerate(position.units(range(26))))
+
+
+def test_the_text_of_the_next_units_is_that_of_the_files(root, capsys):
+    facts = show_position("step-3", root=root, num_next=5, text=True).details
+    everything = "".join(f.read_text() + "<eos>" for f in sorted((root / "text").iterdir()))
+    assert [unit["text"] for unit in facts["next_units"]] == [
+        window(everything, unit["index"]) for unit in facts["next_units"]
+    ]
+    assert run_command(["data", "show", "step-3", "--root", str(root), "--text", "--next", "1"]) == 0
+    assert " ".join(facts["next_units"][0]["text"].split()) in capsys.readouterr().out
+    shutil.rmtree(root / ".data-cache")
+    with pytest.raises(UnsupportedError, match="are not in"):
+        show_position("step-3", root=root, text=True)
+
+
+def window(everything: str, index: int) -> str:
+    """A token is a byte, but for the end of a text."""
+    tokens = re.findall(r"<eos>|.", everything, re.DOTALL)
+    return "".join(tokens[index * SEQ_LEN : (index + 1) * SEQ_LEN])
 
 
 def mixture(root: Path, **weights: float) -> tuple[str, ...]:

@@ -12,13 +12,16 @@ from ckptool.cli._output import line, show, table
 from ckptool.core.plan import Result
 from ckptool.errors import UsageError
 
+_SHOWN_CHARACTERS = 100
+
 
 @click.command("show", short_help="Position, epochs and tokens per source, the next units, all changes.")
 @name_argument
 @click.option("--next", "num_next", type=click.IntRange(0), default=4, show_default=True, help="Next units to list.")
+@click.option("--text", is_flag=True, help="Show their text, from the trainer's token cache under the root.")
 @root_option
 @output_options
-def show_command(*, name: str, num_next: int, root: Path | None, as_json: bool, quiet: bool) -> None:
+def show_command(*, name: str, num_next: int, text: bool, root: Path | None, as_json: bool, quiet: bool) -> None:
     """Show how far the data of checkpoint NAME was trained.
 
     Per source its epoch and how many units and tokens were trained; the next units; the world sizes that share the
@@ -26,7 +29,7 @@ def show_command(*, name: str, num_next: int, root: Path | None, as_json: bool, 
     """
     from ckptool.ops.data_show import show_position
 
-    result = show_position(name, root=root, num_next=num_next)
+    result = show_position(name, root=root, num_next=num_next, text=text)
     show(result, as_json=as_json, quiet=quiet, human=_show_position, bare=[str(result.details["consumed"])])
 
 
@@ -48,6 +51,8 @@ def _show_position(result: Result) -> None:
     table(["source", "share", "epoch", "place", "units", "tokens"], rows, right=["share", "epoch", "units", "tokens"])
     for unit in facts["next_units"]:
         line(f"next: {_unit(unit)}")
+        if "text" in unit:
+            line(f"  {_shortened(unit['text'])}")
     worlds = ", ".join(map(str, facts["even_world_sizes"]))
     line(f"evenly shared by {worlds} ranks; any number up to {facts['max_world_size']:,} works")
     for segment in facts["segments"][1:]:
@@ -63,6 +68,11 @@ def _show_edit(edit: dict[str, Any]) -> None:
     line(f"{edit['when']} {edit['action']} at unit {edit['unit']:,}, step {edit['step']:,}{reason}")
     for change in edit["changes"]:
         line(f"  {change}")
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _unit(unit: dict[str, Any]) -> str:
