@@ -23,7 +23,8 @@ def check_documents_apart(model: PreTrainedModel, device: torch.device) -> None:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        # Not compiled: the shapes here would make compiled blocks give up on fixed ones.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             apart, joined = (_influence(model, device, is_packed) for is_packed in (True, False))
     except TypeError as error:
         raise _refused(model) from error

@@ -138,6 +138,15 @@ def test_models_that_can_not_keep_documents_apart_are_refused(config, is_apart):
     assert model.training
 
 
+def test_the_check_of_a_compiled_model_compiles_nothing():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, intermediate_size=48))
+    compiled = []
+    for layer in model.model.layers:
+        layer.compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    check_documents_apart(model, torch.device("cpu"))
+    assert compiled == []
+
+
 def test_documents_without_a_pair_are_refused(tmp_path):
     with pytest.raises(UsageError, match="no document of the data has two tokens"):
         PackedRows(corpus_of(tmp_path, [1, 1]), 8)
