@@ -59,8 +59,9 @@ class RecipeSource:
         import torch
 
         entry = self._source.manifest.tensors[fqn]
-        if self._kept is not None and self._kept[0] == fqn and box.sizes == entry.shape:
-            return self._kept[1]
+        kept = self._kept  # one look: other threads read other tensors
+        if kept is not None and kept[0] == fqn and box.sizes == entry.shape:
+            return kept[1]
         data = bytearray(box.num_elements * entry.itemsize_bytes)
         if not data:
             return torch.empty(box.sizes, dtype=getattr(torch, entry.dtype))

@@ -110,15 +110,17 @@ class TorchWeights:
         """A tensor stored transposed is read whole, and kept for the next box."""
         import torch
 
-        if self._strided is None or self._strided[0] != name:
+        kept = self._strided  # one look: other threads read other tensors
+        if kept is None or kept[0] != name:
             payload = bytearray(stored.payload_bytes // ITEMSIZE_BYTES[stored.dtype] * ITEMSIZE_BYTES[stored.dtype])
             self._strided = None
             self._reader.read_into(self._file, stored.payload_offset, memoryview(payload))
             self._check(name, stored, 0, memoryview(payload))
             flat = torch.frombuffer(payload, dtype=getattr(torch, stored.dtype))
-            self._strided = (name, flat.as_strided(stored.shape, stored.stride, stored.storage_offset))
+            kept = (name, flat.as_strided(stored.shape, stored.stride, stored.storage_offset))
+            self._strided = kept
         place = tuple(slice(start, end) for start, end in zip(box.offsets, box.ends, strict=True))
-        torch.frombuffer(out, dtype=getattr(torch, stored.dtype)).view(box.sizes).copy_(self._strided[1][place])
+        torch.frombuffer(out, dtype=getattr(torch, stored.dtype)).view(box.sizes).copy_(kept[1][place])
 
     def _check(self, name: str, stored: StoredTensor, start: int, data: memoryview) -> None:
         """Carry a storage's checksum over reads that follow one another; compare it after the last."""

@@ -12,7 +12,7 @@ from ckptool.core.box import Box
 from ckptool.core.interfaces import Source
 from ckptool.errors import name_some
 from ckptool.formats.gguf_file import SUFFIX as GGUF_SUFFIX
-from ckptool.formats.hf_config import drop_quantisation, main_dtype, quantisation_of, weights_dtype
+from ckptool.formats.hf_config import CONFIG_NAME, drop_quantisation, main_dtype, quantisation_of, weights_dtype
 from ckptool.formats.hf_folder import HfSource, copy_side_files, side_files, weight_kind
 from ckptool.formats.meta_folder import is_meta_folder
 from ckptool.naming.groups import NamePlan, keep_names
@@ -65,11 +65,14 @@ def open_input(path: Path, cast: str | None) -> ModelInput:
 
 
 class CopiedFiles:
-    """The side files of a folder, with its config made to say that the weights are plain ones of `plain_dtype`."""
+    """The side files of a folder, with its config made to say that the weights are plain ones of `plain_dtype`.
 
-    def __init__(self, folder: Path, plain_dtype: str | None = None) -> None:
+    Nothing is copied when it is not a model's: a single file of weights may lie among anything.
+    """
+
+    def __init__(self, folder: Path, plain_dtype: str | None = None, is_model: bool = True) -> None:
         self._folder = folder
-        self._names = side_files(folder)
+        self._names = side_files(folder) if is_model else []
         self._plain_dtype = plain_dtype
         self.num_files = len(self._names)
         self.num_bytes = sum((folder / name).stat().st_size for name in self._names)
@@ -110,7 +113,8 @@ def _open_folder(path: Path, stored: HfSource, cast: str | None) -> ModelInput:
         if dropped:
             notes.append(f"left out, made for quantised weights only: {dropped}")
     names = name_tensors(stored.folder, path.name, source, cast, dequantised=bool(method))
-    side = CopiedFiles(stored.folder, dtype if method else None)
+    is_model = path.is_dir() or (stored.folder / CONFIG_NAME).exists()
+    side = CopiedFiles(stored.folder, dtype if method else None, is_model)
     return ModelInput(source, names, dtype, side, method, tuple(notes))
 
 

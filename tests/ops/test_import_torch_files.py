@@ -58,7 +58,9 @@ def test_safetensors_are_preferred(tmp_path: Path) -> None:
 
 def test_one_file_by_its_name(tmp_path: Path) -> None:
     torch.save({"a.b": torch.arange(6.0).view(2, 3).t()}, tmp_path / "weights.pt")
+    (tmp_path / "private.txt").write_text("not the model's")
     ckptool.import_hf(str(tmp_path / "weights.pt"), "base", root=tmp_path)
+    assert not (tmp_path / "base" / "hf" / "private.txt").exists()
     assert ckptool.open_checkpoint(tmp_path / "base").tensors["model.a.b"].shape == (3, 2)
 
 
