@@ -88,6 +88,10 @@ def save_on_ranks(rank: int, root: Path, world_size: int) -> dict[str, Any]:
     outcome["per rank"] = error_of(
         lambda: ckptool.save({"rng": torch.full((2,), rank)}, root / "step-8", provenance=provenance)
     )
+    ahead = DataPosition.begin([DataSource("a", 10)], seq_len=4, seed=0, global_batch_size=2).advance(7 + (rank == 3))
+    outcome["positions"] = error_of(
+        lambda: ckptool.save({"data": {"record": ahead.to_json()}}, root / "step-8", provenance=provenance)
+    )
     start = time.monotonic()
     bad = {**state, "extra": Explodes()} if rank == 2 else state
     outcome["failing"] = error_of(lambda: ckptool.save(bad, root / "step-9", provenance=provenance))
@@ -164,6 +168,12 @@ def test_values_that_differ_by_rank_are_refused(saved: list[dict[str, Any]]) -> 
     """Field report 2, pytorch#120356: one key with a value per rank kept one rank's."""
     assert {outcome["per rank"][0] for outcome in saved} == {MismatchError.__name__}
     assert "rng" in saved[3]["per rank"][1]
+
+
+def test_ranks_that_stand_at_different_places_of_the_data_save_nothing(saved: list[dict[str, Any]], root: Path) -> None:
+    assert {outcome["positions"][0] for outcome in saved} == {MismatchError.__name__}
+    assert "data.record" in saved[0]["positions"][1]
+    assert not (root / "step-8").exists()
 
 
 def test_one_rank_failing_is_every_ranks_error_and_nothing_is_published(

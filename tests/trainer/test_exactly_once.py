@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.ops.data_verify import verify_position
 from tests.spawn import run_ranks
 from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
 from trainer.train import train
@@ -83,6 +84,8 @@ def test_kills_and_world_sizes_leave_the_sequence_of_samples_and_the_losses_alon
     subprocess.run([*torchrun, "--config", str(config), "--save-every", "0"], check=True)
 
     assert surviving_samples(smooth) == surviving_samples(rough) == list(range(STEPS * BATCH))
+    for root in (smooth, rough):
+        assert verify_position(f"step-{STEPS}", root=root, replay=True).exit_code == 0
     lines = {line["step"]: line for line in read_lines(rough / "metrics.jsonl")}
     assert [lines[step]["world_size"] for step in range(1, STEPS + 1)] == [2] * 13 + [1] * 9 + [3] * 18
     assert [lines[step]["consumed"] for step in range(1, STEPS + 1)] == [BATCH * step for step in range(1, STEPS + 1)]
