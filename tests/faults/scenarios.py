@@ -13,10 +13,13 @@ from safetensors.torch import save_file
 
 import ckptool
 from ckptool.core.box import Box
+from ckptool.core.data_source import DataSource
 from ckptool.core.mesh import Mesh
+from ckptool.core.position import DataPosition
 from ckptool.errors import DamagedError
 from ckptool.formats import dcp_sink
 from ckptool.formats.dcp_source import DcpSource
+from ckptool.ops.data_edit import write_position
 from ckptool.ops.reshard import reshard
 from ckptool.storage import staging
 from ckptool.storage.digest import digest_box, digest_file
@@ -93,6 +96,12 @@ def reshard_by_links(root: Path) -> None:
     reshard("base", str(root / NAME), root=root, mesh=Mesh.of({"dp": 1}))
 
 
+def move_the_data_position(root: Path) -> None:
+    source = DataSource("text", 100)
+    position = DataPosition.begin([source], seq_len=4, seed=0, global_batch_size=2).advance()
+    write_position(root / NAME, position)
+
+
 def replace_without_swapping(root: Path) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, staging, "exchange", staging.exchange)
@@ -118,6 +127,7 @@ SCENARIOS = {
         Scenario("reshard by links", make_checkpoint, reshard_by_links),
         Scenario("save", make_model, lambda root: save(root, 2.0)),
         Scenario("overwrite", make_old, lambda root: save(root, 2.0, overwrite=True)),
+        Scenario("data position", make_old, move_the_data_position),
         Scenario("overwrite without swapping", make_old, replace_without_swapping),
     )
 }
