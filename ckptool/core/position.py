@@ -16,7 +16,7 @@ from typing import Any
 from ckptool.core import order_v1
 from ckptool.core.data_source import DataSource
 from ckptool.core.history import NOTHING, Fed, add_histories
-from ckptool.core.mixture import BLOCK_SLOTS, slots_of
+from ckptool.core.mixture import slots_of
 from ckptool.core.segment import Segment, Unit
 from ckptool.errors import MismatchError, UsageError
 
@@ -221,5 +221,5 @@ def _define(sources: Sequence[DataSource], weights: Mapping[str, float] | None, 
     if set(weights) != set(by_name):
         names = ", ".join(sorted(set(weights) ^ set(by_name)))
         raise UsageError(f"weights and sources are not of the same names: {names}", hint="one weight for each source")
-    slots = (BLOCK_SLOTS,) if len(by_name) == 1 else slots_of({name: weights[name] for name in by_name})
+    slots = slots_of({name: weights[name] for name in by_name})
     return Segment(0, tuple(by_name.values()), slots, seq_len, seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptool.core.data_source import DataSource
 from ckptool.core.findings import Finding
-from ckptool.core.history import UNKNOWN, add_histories, history_of
+from ckptool.core.history import NOTHING, UNKNOWN, add_histories, history_of
 from ckptool.core.interfaces import Progress
 from ckptool.core.position import DataPosition
 from ckptool.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
@@ -43,7 +43,9 @@ def verify_position(
     findings = _contradictions(stored)
     notes: list[str] = []
     position = stored.position
-    if replay and position.history == UNKNOWN:
+    # A loop that only advances its position, without counting what it feeds, leaves the digest of nothing.
+    has_history = position.history != UNKNOWN and (position.history != NOTHING or position.consumed == 0)
+    if replay and not has_history:
         notes.append("no history was recorded, or not from the first step on, so there is nothing to replay")
     elif replay and replayed_history(position, report) != position.history:
         message = f"the units that were fed are not the {position.consumed} units that the record implies"
@@ -55,7 +57,7 @@ def verify_position(
         "data": sorted(data or {}),
         "num_steps": position.num_steps,
         "history": position.history,
-        "replayed": replay and position.history != UNKNOWN,
+        "replayed": replay and has_history,
     }
     return Verification("data verify", str(stored.path), notes=tuple(notes), details=details, findings=tuple(findings))
 

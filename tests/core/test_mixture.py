@@ -96,6 +96,7 @@ def test_without_weights_sources_are_mixed_by_their_size():
         ([DataSource("a", 1), DataSource("b", 0)], None, "b has no units"),
         ([DataSource("a", 1), DataSource("b", 1)], {"a": 1}, "not of the same names: b"),
         ([DataSource("a", 1)], {"a": 1, "c": 1}, "not of the same names: c"),
+        ([DataSource("a", 1)], {"a": -1}, "not a positive number"),
     ],
 )
 def test_impossible_mixtures_are_refused(sources, weights, message):

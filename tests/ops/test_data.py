@@ -175,6 +175,12 @@ def test_a_record_of_version_1_has_no_history_to_replay(tmp_path):
     assert "nothing to replay" in result.notes[0]
 
 
+def test_a_loop_that_counts_nothing_has_no_history_to_replay(tmp_path):
+    save(tmp_path / "step-2", begin(A).advance(2))
+    result = verify_position("step-2", root=tmp_path, replay=True)
+    assert (result.exit_code, result.details["replayed"]) == (0, False)
+
+
 @pytest.mark.parametrize(
     ("to", "unit", "repeated", "skipped"),
     [
