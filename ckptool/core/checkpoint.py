@@ -55,17 +55,16 @@ class Manifest:
                 yield Finding(_cover_kind(fault), f"tensor {entry.fqn}: {fault}", tensor=entry.fqn)
         for fqn, locators in self._all_locators():
             for locator in locators:
-                yield from self._locator_fault(fqn, locator)
+                if not 0 <= locator.offset <= locator.offset + locator.length <= self.files.get(locator.file, -1):
+                    yield self._locator_fault(fqn, locator)
 
-    def _locator_fault(self, fqn: str, locator: Locator) -> Iterator[Finding]:
+    def _locator_fault(self, fqn: str, locator: Locator) -> Finding:
         file, offset = locator.file, locator.offset
         size = self.files.get(file)
         if size is None:
-            message = f"{fqn} needs {file}, which is not there"
-            yield Finding("missing", message, fqn, file)
-        elif offset < 0 or locator.length < 0 or offset + locator.length > size:
-            message = f"{fqn} lies at {offset}+{locator.length} of {file}, which ends at {size} (truncated?)"
-            yield Finding("truncated" if min(offset, locator.length) >= 0 else "corrupt", message, fqn, file, offset)
+            return Finding("missing", f"{fqn} needs {file}, which is not there", fqn, file)
+        message = f"{fqn} lies at {offset}+{locator.length} of {file}, which ends at {size} (truncated?)"
+        return Finding("truncated" if min(offset, locator.length) >= 0 else "corrupt", message, fqn, file, offset)
 
     def _all_locators(self) -> Iterator[tuple[str, list[Locator]]]:
         for entry in self.tensors.values():
