@@ -1,15 +1,20 @@
 """Data that changed under a run is refused with what changed, or accepted with a reason; several sources are mixed."""
 
+import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ckptool import DataPosition, MismatchError, UnsupportedError
 from ckptool.cli.main import run as run_command
-from ckptool.core.history import history_of
+from ckptool.core.history import UNKNOWN, history_of
+from ckptool.core.order_v1 import unit_index
+from ckptool.ops.data_edit import write_position
 from ckptool.ops.data_show import show_position
+from ckptool.ops.data_verify import verify_position
 from tests.trainer.tiny import SEQ_LEN, read_lines, run
 
 
@@ -74,6 +79,28 @@ def test_a_checkpoint_proves_its_history_over_a_changed_batch_size(root):
     position = position_of(root / "step-5")
     assert (position.consumed, position.num_steps) == (26, 5)
     assert position.history == history_of(enumerate(position.units(range(26))))
+
+
+class Version1(DataPosition):
+    """A position that is written as older versions did."""
+
+    def to_json(self) -> str:
+        segment = self.segment
+        record = {"consumed": self.consumed, "global_batch_size": self.global_batch_size, "order_version": 1}
+        record |= {"num_units": segment.sources[0].num_units, "fingerprint": dict(segment.sources[0].fingerprint)}
+        return json.dumps(record | {"seq_len": segment.seq_len, "seed": segment.seed})
+
+
+def test_a_checkpoint_with_a_record_of_version_1_goes_on_in_its_own_order(root):
+    now = position_of(root / "step-3")
+    old = replace(now.segment, order_version=1)
+    write_position(root / "step-3", Version1((old,), now.stretches, UNKNOWN))
+    run(root, steps=4)
+    after = position_of(root / "step-4")
+    num_units = old.sources[0].num_units
+    assert (after.consumed, after.num_steps, after.cursor()[:2]) == (24, 4, [24, 1])
+    assert [unit.index for unit in after.units(range(24))] == [unit_index(0, 0, num_units, i) for i in range(24)]
+    assert verify_position("step-4", root=root, replay=True).notes
 
 
 def test_the_text_of_the_next_units_is_that_of_the_files(root, capsys):
