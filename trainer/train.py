@@ -27,6 +27,7 @@ from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
 from trainer.profiling import Profile, parse_profile
 from trainer.schedule import learning_rate
+from trainer.shared_root import check_shared_root
 from trainer.signals import StopSignals
 from trainer.stopwatch import Stopwatch
 from trainer.stragglers import RankTimes, find_stragglers
@@ -66,6 +67,7 @@ def train(config: TrainConfig) -> None:
         config.check(ranks.num_data_ranks)
         if config.deterministic:
             parallel.make_deterministic()
+        check_shared_root(config.root, ranks)
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():
             log.say(line)

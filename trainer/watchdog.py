@@ -140,6 +140,7 @@ class Watchdog:
             "num_marks": watch.num_marks,
             "age_seconds": watch.age_seconds,
             "may_take_long": watch.may_take_long,
+            "num_collectives": _num_collectives() if self._ranks.device.type == "cuda" else 0,
             "where": where,
             "is_waiting": is_waiting,
         }
@@ -157,8 +158,13 @@ class Watchdog:
         running = {rank: beat for rank, beat in beats.items() if beat.get("number")}
         if not (self._ranks.rank == 0 and any(self._stands_still(beat) for beat in running.values())):
             return None
+
         # Those that wait in a collective wait for the one that is behind, or that is somewhere else.
-        rank = min(running, key=lambda r: (running[r]["num_marks"], running[r]["is_waiting"], r))
+        def progress(rank: int) -> tuple[int, int, bool, int]:
+            beat = running[rank]
+            return beat["num_marks"], beat["num_collectives"], beat["is_waiting"], rank
+
+        rank = min(running, key=progress)
         cause = f"no progress for {running[rank]['age_seconds']:.0f} s at {running[rank]['where']}"
         return self._failure_of(rank, running[rank], cause)
 
@@ -202,11 +208,20 @@ class Watchdog:
             self._store.add("stacks", 1)
 
 
-def _flight_recording() -> bytes:
-    """The collectives that NCCL has begun and not finished, as JSON; the function's name differs between torches."""
+def _flight_recording(with_collectives: bool = True) -> bytes:
+    """What NCCL's flight recorder knows, as JSON; of collectives those that are not finished.
+
+    The function's name differs between torches.
+    """
     bindings = torch._C._distributed_c10d
     dump = getattr(bindings, "_dump_nccl_trace_json", None) or getattr(bindings, "_dump_fr_trace_json", None)
-    return dump(True, True) if dump is not None else b"{}"
+    return dump(with_collectives, True) if dump is not None else b"{}"
+
+
+def _num_collectives() -> int:
+    """How many collectives this rank has begun, over all groups: its own stack doesn't tell on a GPU."""
+    groups = json.loads(_flight_recording(with_collectives=False)).get("pg_status", {})
+    return sum(max(0, int(group.get("last_enqueued_collective", 0))) for group in groups.values())
 
 
 def _place(frame: FrameType | None) -> tuple[str, bool]:
