@@ -75,6 +75,7 @@ def test_a_killed_run_leaves_pieces_that_the_next_one_keeps(folder, small_pieces
     assert corpus.num_documents == sum(bool(n % 7) for n in range(NUM_DOCUMENTS))
 
 
+@pytest.mark.slow
 def test_pieces_of_several_processes_are_those_of_one(folder, monkeypatch, small_pieces):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     alone = open_in(folder, folder / "alone", [])
