@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ckptool import DataPosition
+from ckptool import DataPosition, UsageError
 from trainer import checkpoint, parallel
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig
@@ -25,6 +25,8 @@ from trainer.tensor_parallel import split_tensors
 def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
     """Model and optimizer, sharded over the ranks; the weights are garbage until a checkpoint is loaded."""
     dtype = checkpoint.param_dtype(config.param_dtype, origin)
+    if config.stochastic_rounding and dtype != torch.bfloat16:
+        raise UsageError("--stochastic-rounding is for bf16 weights", hint="--param-dtype bf16")
     model = build_meta_model(origin.hf_folder, dtype, tie_embeddings=not origin.provenance.untied)
     ties = ties_of(model)
     if config.tp > 1:
@@ -39,7 +41,9 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     parallel.shard(model, blocks, ranks, compute_dtype(config.compute_dtype, ranks.device), config.cpu_offload)
     materialize(model, ranks.device, ties, config.cpu_offload)
     parameters = {name: p for name, p in named_parameters(model).items() if name not in ties}
-    optimizer = build_optimizer(parameters, config.lr, config.weight_decay)
+    optimizer = build_optimizer(
+        parameters, config.lr, config.weight_decay, config.seed if config.stochastic_rounding else None
+    )
     return TrainingState(model, optimizer, ties, position)
 
 

@@ -193,6 +193,12 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default="fp32",
 )
 @_option(
+    "--stochastic-rounding/--no-stochastic-rounding",
+    "With bf16 weights: compute updates in fp32 and round by chance, so that small ones are not lost. 10 bytes a "
+    "parameter instead of 16, where fp32 weights don't fit.",
+    default=False,
+)
+@_option(
     "--compute-dtype",
     "Dtype of the forward and backward pass; auto: bf16 on cuda, fp32 on cpu (bf16 is ten times slower on most CPUs).",
     type=click.Choice(["auto", "bf16", "fp32"]),

@@ -50,6 +50,7 @@ class TrainConfig:
     eval_every: int
     eval_units: int
     param_dtype: str
+    stochastic_rounding: bool
     compute_dtype: str
     log_samples: bool
 

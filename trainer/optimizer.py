@@ -8,12 +8,17 @@ from typing import Any
 import torch
 
 from ckptool import MismatchError
+from trainer.rounding import RoundedAdamW
 
 _BETAS = (0.9, 0.95)
 
 
-def build_optimizer(parameters: dict[str, torch.nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
+def build_optimizer(
+    parameters: dict[str, torch.nn.Parameter], lr: float, weight_decay: float, rounding_seed: int | None = None
+) -> torch.optim.AdamW:
     """Fused AdamW over `parameters` (a tied one once); vectors and scalars don't decay.
+
+    With a `rounding_seed`, bf16 weights are rounded by chance and the moments are fp32.
 
     Its state is made at once, as AdamW itself would at the first step. So a checkpoint has a place to be loaded to, and
     saving before the first step needs no trial step (torch's `get_optimizer_state_dict` makes one, and it stays).
@@ -22,12 +27,17 @@ def build_optimizer(parameters: dict[str, torch.nn.Parameter], lr: float, weight
     vectors = [p for p in parameters.values() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=_BETAS, fused=True)
+    optimizer: torch.optim.AdamW
+    if rounding_seed is None:
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=_BETAS, fused=True)
+    else:
+        optimizer = RoundedAdamW(groups, rounding_seed, lr=lr, betas=_BETAS)
+    dtype = None if rounding_seed is None else torch.float32
     for parameter in parameters.values():
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
         }
     return optimizer
 

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckptool
 from ckptool import DamagedError, MismatchError, NotFoundError, TargetExistsError, UsageError
-from tests.trainer.tiny import read_lines, run, tiny_config
+from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
 from trainer import checkpoint, parallel
 from trainer.build import build_state
 from trainer.metrics import Log
@@ -45,6 +45,15 @@ def test_a_resumed_run_is_bit_equal_in_loss_rate_and_norm(finished, halfway):
     whole = read_lines(finished / "metrics.jsonl")
     assert [line["step"] for line in whole] == list(range(1, 11))
     assert trained(run(halfway, steps=10, save_every=5)) == trained(whole[5:])
+
+
+def test_three_resumes_are_the_run_that_was_never_interrupted(finished, root):
+    for steps in (2, 5, 9, 10):
+        lines = run(root, steps=steps, schedule="constant")
+    whole = root.with_name("whole")
+    shutil.copytree(finished, whole, ignore=shutil.ignore_patterns("step-*", "*.jsonl"))
+    assert trained(lines) == trained(run(whole, steps=10, schedule="constant"))
+    assert surviving_samples(root) == surviving_samples(whole) == list(range(60))
 
 
 def test_saving_never_changes_training(finished, root):

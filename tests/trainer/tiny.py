@@ -102,6 +102,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "eval_every": 500,
         "eval_units": 256,
         "param_dtype": "fp32",
+        "stochastic_rounding": False,
         "compute_dtype": "fp32",
         "log_samples": True,
     }

@@ -1,0 +1,52 @@
+"""bf16 weights that are rounded by chance: right on average, the same after a resume, AdamW's own update else."""
+
+import shutil
+
+import pytest
+import torch
+
+import ckptool
+from ckptool import UsageError
+from tests.trainer.tiny import run
+from trainer.rounding import RoundedAdamW, round_by_chance
+
+
+def test_rounding_is_to_a_neighbour_and_right_on_average():
+    exact = torch.full((20000,), 1.0 + 0.25 / 128)
+    rounded = round_by_chance(exact, torch.Generator().manual_seed(0)).float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + 1 / 128}
+    assert rounded.mean().item() == pytest.approx(1.0 + 0.25 / 128, abs=2e-4)
+    kept = torch.tensor([0.0, -1.5, 3.0])
+    assert torch.equal(round_by_chance(kept, torch.Generator()).float(), kept)
+
+
+def test_small_updates_that_nearest_rounding_loses_arrive():
+    weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = RoundedAdamW([weight], 0, lr=1e-4, weight_decay=0.0)
+    optimizer.state[weight] = {
+        "step": torch.zeros(()),
+        "exp_avg": torch.zeros(4096),
+        "exp_avg_sq": torch.zeros(4096),
+    }
+    weight.grad = torch.ones_like(weight)
+    for _ in range(10):
+        optimizer.step()
+    assert weight.float().mean().item() == pytest.approx(1 - 10 * 1e-4, abs=3e-4)
+    assert weight.float().mean().item() < 1
+
+
+def test_a_resumed_run_rounds_as_it_would_have(root, tmp_path):
+    whole = shutil.copytree(root, tmp_path / "whole")
+    settings = {"param_dtype": "bf16", "stochastic_rounding": True, "schedule": "constant"}
+    expected = run(whole, steps=4, **settings)
+    run(root, steps=2, **settings)
+    resumed = run(root, steps=4, **settings)
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in expected]
+    manifest = ckptool.open_checkpoint(root / "step-4")
+    assert manifest.tensors["model.model.norm.weight"].dtype == "bfloat16"
+    assert manifest.tensors["optim.state.model.norm.weight.exp_avg"].dtype == "float32"
+
+
+def test_other_weights_are_refused(root):
+    with pytest.raises(UsageError, match="--stochastic-rounding is for bf16 weights"):
+        run(root, stochastic_rounding=True)
