@@ -11,6 +11,9 @@ class CkptoolError(Exception):
 
     exit_code = 1
 
+    #: True when all ranks of a job have raised it together.
+    is_shared = False
+
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint

@@ -98,5 +98,9 @@ def _raise(failure: Failure, action: str, name_rank: bool) -> NoReturn:
     """Raise what happened on another rank: our own errors as what they are, any other as a DistributedError."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, CkptoolError):
-        raise kind(f"rank {failure.rank}: {failure.message}" if name_rank else failure.message, failure.hint)
-    raise DistributedError(f"{action} failed on rank {failure.rank}: {failure.kind}: {failure.message}", failure.hint)
+        error = kind(f"rank {failure.rank}: {failure.message}" if name_rank else failure.message, failure.hint)
+    else:
+        what = f"{action} failed on rank {failure.rank}: {failure.kind}: {failure.message}"
+        error = DistributedError(what, failure.hint)
+    error.is_shared = True
+    raise error

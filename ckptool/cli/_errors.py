@@ -8,6 +8,7 @@ import traceback
 
 import click
 
+from ckptool.cli._conversion import is_other_rank
 from ckptool.cli._output import one_line
 from ckptool.errors import CkptoolError
 from ckptool.storage.files import explain_os_error
@@ -29,6 +30,8 @@ def report(error: BaseException) -> int:
 
 def _print_lines(error: BaseException) -> int:
     match error:
+        case CkptoolError() if error.is_shared and is_other_rank():
+            return error.exit_code  # rank 0 says it
         case CkptoolError():
             _say(f"error: {one_line(str(error))}")
             if error.hint:

@@ -90,6 +90,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
         ("tensors", f"{facts['num_tensors']} in {facts['num_chunks']} chunks"),
         ("read", size(plan.read_bytes)),
         ("write", size(plan.write_bytes)),
+        ("files", f"{facts['num_files']}, {plan.num_workers} at a time"),
         ("memory", f"{size(plan.peak_bytes)} of buffers"),
         ("disk", f"{size(plan.disk_bytes)} needed"),
     ]

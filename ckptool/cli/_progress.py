@@ -1,9 +1,11 @@
-"""Progress on stderr: a bar with bytes, rate and time left in a terminal, a line every ten seconds elsewhere."""
+"""Progress on stderr: a bar with bytes, rate, time left and memory in a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -61,10 +63,11 @@ def _bar(total_bytes: int) -> Iterator[Progress]:
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[memory]}"),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
+        task = bar.add_task("", total=total_bytes, memory="")
+        yield lambda num_bytes: bar.update(task, advance=num_bytes, memory=size(peak_memory_bytes()))
 
 
 class PlainProgress:
@@ -74,16 +77,25 @@ class PlainProgress:
         self._total_bytes = total_bytes
         self._interval_seconds = interval_seconds
         self._done_bytes = 0
+        self._lock = threading.Lock()
         self._started = self._last_line = time.monotonic()
 
     def __call__(self, num_bytes: int) -> None:
-        self._done_bytes += num_bytes
-        now = time.monotonic()
-        if now - self._last_line >= self._interval_seconds:
-            self._last_line = now
-            message(self._line(now - self._started))
+        with self._lock:
+            self._done_bytes += num_bytes
+            now = time.monotonic()
+            if now - self._last_line >= self._interval_seconds:
+                self._last_line = now
+                message(self._line(now - self._started))
 
     def _line(self, elapsed_seconds: float) -> str:
         rate = self._done_bytes / max(elapsed_seconds, 1e-9)
         left = (self._total_bytes - self._done_bytes) / rate if rate else 0.0
-        return f"{size(self._done_bytes)} of {size(self._total_bytes)}, {size(int(rate))}/s, {duration(left)} left"
+        done = f"{size(self._done_bytes)} of {size(self._total_bytes)}"
+        return f"{done}, {size(int(rate))}/s, {duration(left)} left, {size(peak_memory_bytes())} of memory"
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident set of this process so far, mapped pages included."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -6,18 +6,13 @@ from pathlib import Path
 
 import click
 
+from ckptool.cli._conversion import Conversion, conversion_options
 from ckptool.cli._options import (
     Size,
-    dry_run_option,
     dtype_option,
     name_argument,
-    output_options,
-    overwrite_option,
     root_option,
 )
-from ckptool.cli._output import line, show, show_plan, size
-from ckptool.cli._progress import progress_on_stderr
-from ckptool.core.plan import Result
 
 
 @click.command("export", short_help="Write a checkpoint as a Hugging Face folder or one .pt file.")
@@ -47,9 +42,7 @@ from ckptool.core.plan import Result
 )
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only tensors whose name in the checkpoint matches.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Without tensors whose name in the checkpoint matches.")
-@overwrite_option
-@dry_run_option
-@output_options
+@conversion_options
 def command(
     *,
     name: str,
@@ -62,10 +55,7 @@ def command(
     keys: tuple[str, ...],
     exclude: tuple[str, ...],
     root: Path | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
+    conversion: Conversion,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder or as one .pt file.
 
@@ -73,7 +63,7 @@ def command(
     """
     from ckptool.ops.export import export
 
-    with progress_on_stderr(quiet) as progress:
+    with conversion.arguments() as arguments:
         result = export(
             name,
             to=to,
@@ -85,16 +75,6 @@ def command(
             keys=keys,
             exclude=exclude,
             root=root,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            progress=progress,
+            **arguments,
         )
-    show(result, as_json=as_json, quiet=quiet, human=_show, bare=[result.target])
-
-
-def _show(result: Result) -> None:
-    if result.plan is not None and not result.executed:
-        show_plan(result.plan)
-        return
-    written = f" ({size(result.plan.write_bytes)} in {result.seconds:.1f} s)" if result.plan else ""
-    line(f"exported to {result.target}{written}")
+    conversion.show(result, f"exported to {result.target}")

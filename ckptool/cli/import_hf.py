@@ -6,18 +6,13 @@ from pathlib import Path
 
 import click
 
+from ckptool.cli._conversion import Conversion, conversion_options
 from ckptool.cli._options import (
     Size,
     complete_path,
-    dry_run_option,
     dtype_option,
-    output_options,
-    overwrite_option,
     root_option,
 )
-from ckptool.cli._output import line, show, show_plan, size
-from ckptool.cli._progress import progress_on_stderr
-from ckptool.core.plan import Result
 
 
 @click.command("import-hf", short_help="Turn a Hugging Face model into a distributed checkpoint.")
@@ -39,9 +34,7 @@ from ckptool.core.plan import Result
 @click.option("--untie", is_flag=True, help="Tied tensors are stored apart in the checkpoint, and the config says so.")
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only tensors whose name in the checkpoint matches.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Without tensors whose name in the checkpoint matches.")
-@overwrite_option
-@dry_run_option
-@output_options
+@conversion_options
 def command(
     *,
     src: str,
@@ -54,10 +47,7 @@ def command(
     untie: bool,
     keys: tuple[str, ...],
     exclude: tuple[str, ...],
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
+    conversion: Conversion,
 ) -> None:
     """Turn a Hugging Face model into a distributed checkpoint.
 
@@ -66,7 +56,7 @@ def command(
     """
     from ckptool.ops.import_hf import import_hf
 
-    with progress_on_stderr(quiet) as progress:
+    with conversion.arguments() as arguments:
         result = import_hf(
             src,
             name,
@@ -78,16 +68,6 @@ def command(
             untie=untie,
             keys=keys,
             exclude=exclude,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            progress=progress,
+            **arguments,
         )
-    show(result, as_json=as_json, quiet=quiet, human=_show, bare=[result.target])
-
-
-def _show(result: Result) -> None:
-    if result.plan is not None and not result.executed:
-        show_plan(result.plan)
-        return
-    written = f" ({size(result.plan.write_bytes)} in {result.seconds:.1f} s)" if result.plan else ""
-    line(f"imported to {result.target}{written}")
+    conversion.show(result, f"imported to {result.target}")

@@ -6,17 +6,12 @@ from pathlib import Path
 
 import click
 
+from ckptool.cli._conversion import Conversion, conversion_options
 from ckptool.cli._options import (
     complete_name,
-    dry_run_option,
     mesh_options,
-    output_options,
-    overwrite_option,
     root_option,
 )
-from ckptool.cli._output import line, show, show_plan, size
-from ckptool.cli._progress import progress_on_stderr
-from ckptool.core.plan import Result
 
 
 @click.command("reshard", short_help="Store a checkpoint for another world size or mesh.")
@@ -26,9 +21,7 @@ from ckptool.core.plan import Result
 @click.option("--model-only", is_flag=True, help="Only the model's weights: no optimizer state, no data position.")
 @click.option("--rewrite", is_flag=True, help="Write all files anew, even when links to the old ones would do.")
 @root_option
-@overwrite_option
-@dry_run_option
-@output_options
+@conversion_options
 def command(
     *,
     name: str,
@@ -39,10 +32,7 @@ def command(
     model_only: bool,
     rewrite: bool,
     root: Path | None,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
+    conversion: Conversion,
 ) -> None:
     """Write checkpoint NAME as NEW, stored for the ranks of another world size or mesh.
 
@@ -53,7 +43,7 @@ def command(
     from ckptool.ops.layouts import chosen_mesh
     from ckptool.ops.reshard import reshard
 
-    with progress_on_stderr(quiet) as progress:
+    with conversion.arguments() as arguments:
         result = reshard(
             name,
             new,
@@ -62,18 +52,7 @@ def command(
             placements=placements,
             model_only=model_only,
             rewrite=rewrite,
-            overwrite=overwrite,
-            dry_run=dry_run,
-            progress=progress,
+            **arguments,
         )
-    show(result, as_json=as_json, quiet=quiet, human=_show, bare=[result.target])
-
-
-def _show(result: Result) -> None:
-    if result.plan is None:
-        return
-    if not result.executed:
-        show_plan(result.plan)
-        return
-    how = "linked" if result.details["linked"] else f"{size(result.plan.write_bytes)} in {result.seconds:.1f} s"
-    line(f"resharded to {result.target} for {result.details['world_size']} ranks ({how})")
+    done = f"resharded to {result.target} for {result.details['world_size']} ranks"
+    conversion.show(result, done, "linked" if result.details["linked"] else "")
