@@ -13,7 +13,7 @@ from ckptool.core.box import Box
 from ckptool.core.budget import MemoryBudget
 from ckptool.core.interfaces import PartWriter, Progress, Sink, Source
 from ckptool.core.parts import FileRecord, Part, PlanItem
-from ckptool.core.plan import PIECE_BYTES, PIECES_IN_FLIGHT
+from ckptool.core.plan import PIECES_IN_FLIGHT, pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
 from ckptool.planner import group_bytes
@@ -95,11 +95,11 @@ def _stream(
 ) -> None:
     """Copy piece by piece; a thread reads the next pieces while this one writes."""
     ring = itertools.cycle([(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)])
-    pieces = (
+    work = (
         (item, chunk.box, piece)
         for item in items
         for chunk in item.targets[0].chunks
-        for piece in chunk.box.split(PIECE_BYTES // item.targets[0].itemsize_bytes)
+        for piece in pieces(chunk.box, item.targets[0].itemsize_bytes, source.manifest.whole_rows)
     )
     pending: collections.deque[tuple[TensorEntry, Box, Box, Future[memoryview]]] = collections.deque()
 
@@ -113,7 +113,7 @@ def _stream(
 
     with ThreadPoolExecutor(1, "read") as reader:
         try:
-            for (item, chunk, piece), buffers in zip(pieces, ring, strict=False):
+            for (item, chunk, piece), buffers in zip(work, ring, strict=False):
                 filled = reader.submit(_read_piece, item, piece, source, *buffers)
                 pending.append((item.targets[0], chunk, piece, filled))
                 if len(pending) == PIECES_IN_FLIGHT:

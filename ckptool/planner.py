@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.dtypes import CASTABLE
 from ckptool.core.parts import Part, PlanItem, one_part
-from ckptool.core.plan import PIECE_BYTES, PIECES_IN_FLIGHT, Plan
+from ckptool.core.plan import PIECES_IN_FLIGHT, Plan, pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, UnsupportedError, name_some
 from ckptool.naming.groups import NameGroup, NamePlan
@@ -129,7 +129,7 @@ def _stream_bytes(source: Manifest, item: PlanItem) -> int:
     if item.transform is not None:
         return 0
     entry, stored = item.targets[0], source.tensors[item.sources[0]]
-    pieces = (next(chunk.box.split(PIECE_BYTES // entry.itemsize_bytes)) for chunk in entry.chunks)
-    largest = max((piece.num_elements for piece in pieces), default=0)
+    firsts = (next(pieces(chunk.box, entry.itemsize_bytes, source.whole_rows)) for chunk in entry.chunks)
+    largest = max((piece.num_elements for piece in firsts), default=0)
     casting = stored.dtype != entry.dtype
     return PIECES_IN_FLIGHT * largest * (stored.itemsize_bytes + (entry.itemsize_bytes if casting else 0))

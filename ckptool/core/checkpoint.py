@@ -18,7 +18,8 @@ class Manifest:
 
     `paths` gives, per fqn, the keys that lead to it in the nested state dict it was saved from
     (DCP's `planner_data`); `ties` maps an alias fqn to the fqn whose bytes it shares; `save_id` is DCP's, which covers
-    `digests.json` in checkpoints of ours.
+    `digests.json` in checkpoints of ours. `whole_rows` says that tensors can only be read in whole rows of dim 0, since
+    they are made while they are read.
     """
 
     location: str
@@ -29,6 +30,7 @@ class Manifest:
     files: Mapping[str, int] = field(default_factory=dict)
     provenance: Provenance | None = None
     save_id: str = ""
+    whole_rows: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -6,10 +6,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptool.core.box import Box
 from ckptool.core.parts import Part, PlanItem
 
 #: The engine moves bytes in pieces of at most this size, or of one row where a row is larger.
 PIECE_BYTES = 8 << 20
+
+
+def pieces(box: Box, itemsize_bytes: int, whole_rows: bool) -> Iterator[Box]:
+    """Cut a stored box into the pieces in which it is moved, in C order."""
+    max_elements = PIECE_BYTES // itemsize_bytes
+    if whole_rows and box.sizes:
+        return iter(box.split_rows(max(1, max_elements // max(1, box.num_elements // max(1, box.sizes[0])))))
+    return box.split(max_elements)
+
 
 #: How many pieces a worker holds at once: one being written, the others read ahead.
 PIECES_IN_FLIGHT = 3

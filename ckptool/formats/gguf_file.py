@@ -39,7 +39,7 @@ class GgufSource:
         self.types = ", ".join(types)
         _check_types({tensor.tensor_type for tensor in reader.tensors}, path)
         entries = {name: _entry(name, tensor, path) for name, tensor in self._tensors.items()}
-        self.manifest = Manifest(str(path), entries, files={path.name: path.stat().st_size})
+        self.manifest = Manifest(str(path), entries, files={path.name: path.stat().st_size}, whole_rows=True)
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         """Fill `out` with whole rows of a tensor, as float32."""

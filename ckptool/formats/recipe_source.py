@@ -28,7 +28,7 @@ class RecipeSource:
         tensors = {name: entry for name, entry in source.manifest.tensors.items() if name not in used}
         for name, recipe in found.recipes.items():
             tensors[name] = TensorEntry(name, dtype, recipe.shape, (Chunk(Box.whole(recipe.shape)),))
-        self.manifest = dataclasses.replace(source.manifest, tensors=tensors)
+        self.manifest = dataclasses.replace(source.manifest, tensors=tensors, whole_rows=True)
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         """Fill `out` with rows of a tensor. Raises MismatchError for one that its dtype can't hold."""

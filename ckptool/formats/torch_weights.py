@@ -23,6 +23,7 @@ from ckptool.core.tensors import Chunk, Locator, TensorEntry, is_possible_shape
 from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.formats.dcp_entry import _GLOBALS, StoredTensor, _check_extent, _check_pickled, _Pickled, _Storage
 from ckptool.storage import safe_pickle
+from ckptool.storage.crc import PiecewiseCrc32
 from ckptool.storage.files import RangeReader, open_regular, os_errors
 from ckptool.storage.safe_pickle import FrozenType, KeyCheckedDict
 
@@ -86,7 +87,7 @@ class TorchWeights:
             is_zip = opened.read(len(_ZIP_START)) == _ZIP_START
             self._stored = _read_zip(opened, str(path)) if is_zip else _read_old(opened, str(path))
         self.tensors = {name: _entry(name, file, stored) for name, stored in self._stored.items()}
-        self._checked: dict[str, tuple[int, int]] = {}
+        self._checked: dict[str, PiecewiseCrc32] = {}
         self._strided: tuple[str, Tensor] | None = None
 
     def read_into(self, name: str, box: Box, out: memoryview) -> None:
@@ -123,14 +124,11 @@ class TorchWeights:
         torch.frombuffer(out, dtype=getattr(torch, stored.dtype)).view(box.sizes).copy_(kept[1][place])
 
     def _check(self, name: str, stored: StoredTensor, start: int, data: memoryview) -> None:
-        """Carry a storage's checksum over reads that follow one another; compare it after the last."""
-        expected, crc32 = self._checked.pop(name, (0, 0)) if start else (0, 0)
-        if stored.crc32 == 0 or start != expected:
+        """Compare a storage's checksum as soon as all of its bytes have been read; 0 says that none was recorded."""
+        if stored.crc32 == 0 or not len(data):
             return
-        end, crc32 = start + len(data), zlib.crc32(data, crc32)
-        if end < stored.payload_bytes:
-            self._checked[name] = (end, crc32)
-        elif crc32 != stored.crc32:
+        crc32 = self._checked.setdefault(name, PiecewiseCrc32(stored.payload_bytes)).add(start, data)
+        if crc32 is not None and crc32 != stored.crc32:
             raise DamagedError(
                 f"{self._reader.path_of(self._file)}: the bytes of {name} have changed since they were written "
                 "(checksum mismatch)",
