@@ -94,6 +94,16 @@ class Ranks:
             return None, Failure(self.rank, type(error).__name__, str(error), getattr(error, "hint", ""))
 
 
+@contextlib.contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The processes that torchrun started, joined into a group of CPUs for the length of the block."""
+    dist.init_process_group("gloo")
+    try:
+        yield Ranks()
+    finally:
+        dist.destroy_process_group()
+
+
 def _raise(failure: Failure, action: str, name_rank: bool) -> NoReturn:
     """Raise what happened on another rank: our own errors as what they are, any other as a DistributedError."""
     kind = getattr(errors, failure.kind, None)

@@ -105,15 +105,10 @@ def ranks_of_torchrun() -> Iterator[Any]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield None
         return
-    import torch.distributed as dist
+    from ckptool.ranks import joined_ranks
 
-    from ckptool.ranks import Ranks
-
-    dist.init_process_group("gloo")
-    try:
-        yield Ranks()
-    finally:
-        dist.destroy_process_group()
+    with joined_ranks() as ranks:
+        yield ranks
 
 
 def is_other_rank() -> bool:

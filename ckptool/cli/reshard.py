@@ -36,8 +36,8 @@ def command(
 ) -> None:
     """Write checkpoint NAME as NEW, stored for the ranks of another world size or mesh.
 
-    Each rank then finds what it holds in its own file. Optimizer state, data position and side files come along. One
-    process does it, without GPUs. Any checkpoint loads on any number of ranks without this, only slower: `ckptool plan`
+    Each rank then finds what it holds in its own file. Optimizer state, data position and side files come along. It
+    needs no GPUs. Any checkpoint loads on any number of ranks without this, only slower: `ckptool plan`
     says what it costs.
     """
     from ckptool.ops.layouts import chosen_mesh
