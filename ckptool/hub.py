@@ -25,11 +25,11 @@ class Located:
     origin: dict[str, Any] = field(default_factory=dict)
 
 
-def locate(src: str, revision: str | None) -> Located:
+def locate(src: str, revision: str | None, *, weights: bool = True) -> Located:
     """Find `src` on this machine, downloading it into the Hub cache when it is a repository id.
 
-    Only what an import reads is downloaded: the weights of one kind, those of the index where there is one, and the
-    files that hold no weights. Raises NotFoundError, AccessError or StorageError, one line each.
+    Only what an import reads is downloaded: the weights of one kind, those of the index where there is one (none unless
+    `weights`), and the files that hold no weights. Raises NotFoundError, AccessError or StorageError, one line each.
     """
     path = Path(src).expanduser()
     if path.exists():
@@ -39,10 +39,35 @@ def locate(src: str, revision: str | None) -> Located:
         return Located(resolved, resolved.name if resolved.is_dir() else resolved.stem, {"path": resolved.name})
     if not _REPO_ID.fullmatch(src):
         raise NotFoundError(f"no such file or folder: {src}")
-    return _download(src, revision)
+    return _download(src, revision, weights)
 
 
-def _download(repo: str, revision: str | None) -> Located:
+def locate_config(src: str, revision: str | None) -> Path:
+    """The folder of a model's config.json: `src` itself, or of a checkpoint its `hf/`.
+
+    Of a Hub repository that one file is downloaded. Raises as `locate` does, and NotFoundError without a config.json.
+    """
+    path = Path(src).expanduser()
+    if path.exists() or not _REPO_ID.fullmatch(src):
+        located = locate(src, revision).path
+        folder = located.parent if located.name == "config.json" else located
+        for candidate in (folder, folder / "hf"):
+            if (candidate / "config.json").is_file():
+                return candidate
+        raise NotFoundError(f"{src} holds no config.json")
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    with _hub_errors(src, revision):
+        try:
+            return Path(huggingface_hub.hf_hub_download(src, "config.json", revision=revision)).parent
+        except LocalEntryNotFoundError:  # one of the next class, but it says that the Hub can't be reached
+            raise
+        except EntryNotFoundError as error:
+            raise NotFoundError(f"{src} holds no config.json") from error
+
+
+def _download(repo: str, revision: str | None, weights: bool) -> Located:
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -58,7 +83,7 @@ def _download(repo: str, revision: str | None) -> Located:
         present = [sibling.rfilename for sibling in info.siblings or []]
         wanted = [name for name in present if not is_weight_file(name) and not name.startswith(".")]
         top = [name for name in present if "/" not in name]
-        kind = weight_kind(top)
+        kind = weight_kind(top) if weights else None
         if kind is not None and kind.index in top:
             index = Path(huggingface_hub.hf_hub_download(repo, kind.index, revision=info.sha))
             wanted += [kind.index, *sorted(set(read_index(index).values()))]

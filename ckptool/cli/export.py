@@ -36,6 +36,12 @@ from ckptool.cli._options import (
     show_default=True,
     help="stream: never the whole model in memory. torch: torch's own dcp_to_torch_save, all in memory.",
 )
+@click.option(
+    "--config",
+    default="",
+    metavar="HF",
+    help="Hugging Face folder or Hub id whose config and tokenizer to take, where the checkpoint has none.",
+)
 @root_option
 @click.option(
     "--untie", is_flag=True, help="Tied tensors are written under each of their names, and the config says so."
@@ -51,6 +57,7 @@ def command(
     dtype: str,
     max_shard_size: int,
     engine: str,
+    config: str,
     untie: bool,
     keys: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -71,6 +78,7 @@ def command(
             dtype=dtype,
             max_shard_bytes=max_shard_size,
             engine=engine,
+            config=config,
             untie=untie,
             keys=keys,
             exclude=exclude,

@@ -1,8 +1,7 @@
 """Meta's names for Llama -> live names: pieces joined, rows of queries and keys reordered; and the config they imply.
 
-Meta's RoPE turns neighbouring elements of a head as a pair, transformers' turns element i with i + d/2: the rows of a
-head go from (d/2, 2) to (2, d/2), as transformers' convert_llama_weights_to_hf.py has it. Which dim the ranks split is
-that of the layers in https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py.
+Meta's RoPE turns neighbouring rows of a head as a pair (`rope_rows.py`). Which dim the ranks split is that of the
+layers in https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, MismatchError, UnsupportedError, name_some
 from ckptool.naming.groups import NameGroup, NamePlan
 from ckptool.naming.meta_model import DtypeRule
+from ckptool.naming.rope_rows import halves_apart
 from ckptool.naming.transformers_names import SameBytes, settle_import
 
 NAMING = "meta-llama"
@@ -146,19 +146,13 @@ def _joined(live: str, parts: Sequence[TensorEntry], dim: int, num_heads: int, c
 
     def join(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         whole = torch.cat([tensors[name] for name in sources], dim=dim)
-        return {live: _halves_apart(whole, num_heads) if num_heads else whole}
+        return {live: halves_apart(whole, num_heads) if num_heads else whole}
 
     return NameGroup(sources, {live: tuple(shape)}, join, "Concatenate" if len(parts) > 1 else "Permute", cast)
 
 
 def _without(shape: Sequence[int], dim: int) -> list[int]:
     return [n for d, n in enumerate(shape) if d != dim]
-
-
-def _halves_apart(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """In each head, the first elements of all pairs, then the second ones."""
-    rows, columns = weight.shape
-    return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def _size(pieces: Mapping[str, Sequence[TensorEntry]], name: str, dim: int) -> int:

@@ -74,8 +74,6 @@ def settle_import(
     _check_shapes(meta, groups)
     groups, ties, stored, untied, notes = _settle_ties(model, groups, same_bytes)
     _check_complete(meta, groups, ties)
-    if unexpected:
-        notes = [f"kept aside, the model doesn't use them: {name_some(unexpected)}", *notes]
     return NamePlan(tuple(groups), naming, ties, stored, untied, tuple(unexpected), tuple(notes))
 
 
@@ -276,7 +274,7 @@ def _check_complete(live: Iterable[str], groups: list[NameGroup], ties: Mapping[
     if missing:
         raise MismatchError(
             f"the weights lack {name_some(missing)}",
-            hint="if transformers should initialise them, add --engine transformers",
+            hint="import-hf --engine transformers has transformers initialise what a Hub model lacks",
         )
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Progress
@@ -18,14 +17,16 @@ from ckptool.core.parts import Part
 from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import TensorEntry
-from ckptool.errors import DamagedError, NotFoundError, UsageError, name_some
+from ckptool.errors import DamagedError, NotFoundError, UsageError
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import main_dtype, match_config
-from ckptool.formats.hf_folder import EXTRA_NAME, HfSource, copy_side_files, side_files
+from ckptool.formats.hf_folder import copy_side_files
 from ckptool.formats.hf_sink import HfSink, hf_parts
 from ckptool.naming.groups import NamePlan, keep_names
-from ckptool.naming.selection import select_sources
+from ckptool.naming.selection import select_sources, untie_all
 from ckptool.ops.conversion import Execution, convert
+from ckptool.ops.inputs import same_bytes
+from ckptool.ops.model_source import ConfigFolder, ModelSource, find_config
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
@@ -50,11 +51,8 @@ class HfExport:
     cast: str | None
     max_shard_bytes: int
     extra: frozenset[str]
+    config: ConfigFolder
     untie: bool = False
-
-    @property
-    def hf_folder(self) -> Path:
-        return self.path / "hf"
 
     @property
     def provenance(self) -> Provenance | None:
@@ -69,6 +67,7 @@ def export(
     dtype: str = "keep",
     max_shard_bytes: int = 5_000_000_000,
     engine: str = "stream",
+    config: str = "",
     untie: bool = False,
     keys: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -85,7 +84,8 @@ def export(
 
     The default `out` is beside the checkpoint: `NAME-hf` or `NAME.pt`. `engine` "stream" copies in constant memory,
     `num_workers` files at a time, as many as there are cores and as their buffers fit into `memory_bytes`; "torch"
-    takes `dcp_to_torch_save` and holds everything. `untie` stores tied tensors under each of their names, and the
+    takes `dcp_to_torch_save` and holds everything. `config` is a Hugging Face folder or Hub id that has the model's
+    config and tokenizer, for checkpoints that have none. `untie` stores tied tensors under each of their names, and the
     config says so (hf only). `keys` and `exclude` are globs of the checkpoint's names: only a part is exported.
     `overwrite` replaces an existing `out` once the new one is safe on the disk, `resume` goes on from an interrupted
     attempt, and `ranks`, which all call this, share the work out. Raises a CkptoolError; `out` then is as it was.
@@ -113,17 +113,19 @@ def export(
     refuse_existing(target, how.overwrite)
     refuse_own_source(path, target)
     with contextlib.closing(ModelSource(path)) as source:
-        job = _hf_job(path, target, source, cast, max_shard_bytes, untie)
-        names = _name_tensors(job)
+        job = _hf_job(path, target, source, cast, max_shard_bytes, untie, config)
+        names = _name_tensors(job, source)
         if keys or exclude:
-            names = select_sources(names, lambda live: is_chosen(MODEL_PREFIX + live))
+            names = select_sources(names, lambda name: is_chosen(source.stored_name(name)))
         plan = _plan_hf(job, names, num_workers, memory_bytes)
         check_disk(target, plan)
-        notes = [*plan.notes]
+        notes = [*source.notes, *([job.config.note] if job.config.note else []), *plan.notes]
 
         def put_beside(content: Path) -> None:
-            notes.extend(_finish_folder(job, content, plan))
+            notes.extend(_finish_folder(job, content, plan, names))
 
+        if engine == "torch" and job.provenance is None and not source.is_plain:
+            raise UsageError(f"--engine torch knows names like model.*, not those of {path}")
         if not dry_run and engine == "torch":
             from ckptool.ops.export_reference import export_through_torch
 
@@ -135,53 +137,22 @@ def export(
     return Result("export", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes))
 
 
-class ModelSource:
-    """A checkpoint as a Source, with the extra tensors that its import kept aside among its `model.*` ones."""
-
-    def __init__(self, path: Path) -> None:
-        self._dcp = DcpSource(path)
-        self.manifest = self._dcp.manifest
-        self._extra: HfSource | None = None
-        self.extra: frozenset[str] = frozenset()
-        if (path / "hf" / EXTRA_NAME).exists():
-            self._extra = HfSource(path / "hf" / EXTRA_NAME)
-            kept = self._extra.manifest.tensors
-            self.extra = frozenset(kept)
-            joined = {MODEL_PREFIX + name: entry for name, entry in kept.items()}
-            if clash := set(joined) & set(self.manifest.tensors):
-                raise DamagedError(f"{path}: tensors both in the checkpoint and kept aside: {name_some(clash)}")
-            self.manifest = dataclasses.replace(self.manifest, tensors={**self.manifest.tensors, **joined})
-
-    def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
-        name = fqn.removeprefix(MODEL_PREFIX)
-        if self._extra is not None and name in self.extra:
-            self._extra.read_into(name, box, out)
-        else:
-            self._dcp.read_into(fqn, box, out)
-
-    def read_object(self, fqn: str) -> bytes:
-        return self._dcp.read_object(fqn)
-
-    def close(self) -> None:
-        self._dcp.close()
-        if self._extra is not None:
-            self._extra.close()
-
-
 def _hf_job(
-    path: Path, target: Path, source: ModelSource, cast: str | None, max_shard_bytes: int, untie: bool
+    path: Path,
+    target: Path,
+    source: ModelSource,
+    cast: str | None,
+    max_shard_bytes: int,
+    untie: bool,
+    config: str,
 ) -> HfExport:
     manifest = source.manifest
-    live = {f.removeprefix(MODEL_PREFIX): e for f, e in manifest.tensors.items() if f.startswith(MODEL_PREFIX)}
-    if not live:
-        raise NotFoundError(
-            f"{path} has no `model.*` tensors to export",
-            hint=f"ckptool inspect {path} shows what it holds; --to torch exports all of it",
-        )
+    live = {f.removeprefix(MODEL_PREFIX): e for f, e in manifest.tensors.items()}
     chosen = {fqn: dataclasses.replace(entry, fqn=fqn) for fqn, entry in live.items()}
     if not untie:
         chosen = _choose_tied(chosen, manifest)
-    return HfExport(path, target, manifest, chosen, cast, max_shard_bytes, source.extra, untie)
+    folder = find_config(path, config)
+    return HfExport(path, target, manifest, chosen, cast, max_shard_bytes, source.extra, folder, untie)
 
 
 def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[str, TensorEntry]:
@@ -199,7 +170,6 @@ def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[st
 
 
 def _plan_hf(job: HfExport, names: NamePlan, num_workers: int | None, memory_bytes: int | None) -> Plan:
-    side = side_files(job.hf_folder) if job.hf_folder.is_dir() else []
     return plan_conversion(
         "export",
         job.manifest,
@@ -208,45 +178,56 @@ def _plan_hf(job: HfExport, names: NamePlan, num_workers: int | None, memory_byt
         cut=stream_tensor,
         piece_bytes=PIECE_BYTES,
         source_prefix=MODEL_PREFIX,
-        extra_disk_bytes=sum((job.hf_folder / file).stat().st_size for file in side),
+        extra_disk_bytes=job.config.num_bytes,
         lay_out=partial(hf_parts, max_shard_bytes=job.max_shard_bytes),
         num_workers=num_workers,
         memory_bytes=memory_bytes,
     )
 
 
-def _name_tensors(job: HfExport) -> NamePlan:
+def _name_tensors(job: HfExport, source: ModelSource) -> NamePlan:
+    from ckptool.naming.composition import compose, made_entries
+    from ckptool.naming.dialects import find_dialect
     from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
 
     shapes = {fqn: entry.shape for fqn, entry in job.live.items()}
-    config = read_config(job.hf_folder, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
+    config = read_config(job.config.path, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
     if config is None:
         if job.provenance and job.provenance.naming and job.provenance.naming.transforms:
             raise DamagedError(
-                f"{job.hf_folder} has no config.json, without which the Hub's names can't be made",
+                f"{job.config.path} has no config.json, without which the Hub's names can't be made",
                 hint="put the model's config.json there",
                 kind="missing",
+            )
+        if dialect := find_dialect(job.live):
+            raise NotFoundError(
+                f"{job.path} has the names of {dialect.name}, and no config.json says which model it is",
+                hint="--config HF_FOLDER_OR_ID names a Hugging Face model like it",
             )
         return keep_names(shapes, job.cast, "no hf/config.json in the checkpoint: tensors keep their names, no config")
     if is_custom_code(config):
         return keep_names(shapes, job.cast, "the model is the repository's own code: tensors keep their names")
+    from ckptool.naming.live_names import plan_live
     from ckptool.naming.transformers_names import plan_export
 
+    model = build_meta_model(job.config.path, job.cast)
+    if job.provenance is None:
+        first = plan_live(model, job.live, lambda a, b: same_bytes(source, MODEL_PREFIX + a, MODEL_PREFIX + b))
+        first = untie_all(first) if job.untie else first
+        return compose(first, plan_export(model, made_entries(first, job.live), None, job.cast))
     live = {fqn: entry for fqn, entry in job.live.items() if fqn not in job.extra}
-    names = plan_export(build_meta_model(job.hf_folder, job.cast), live, job.provenance, job.cast)
+    names = plan_export(model, live, job.provenance, job.cast)
     extra = keep_names({fqn: job.live[fqn].shape for fqn in job.extra}, None, "")
     return dataclasses.replace(names, groups=(*names.groups, *extra.groups))
 
 
-def _finish_folder(job: HfExport, staging: Path, plan: Plan) -> list[str]:
+def _finish_folder(job: HfExport, staging: Path, plan: Plan, names: NamePlan) -> list[str]:
     """Side files beside the tensors, and a config that agrees with them."""
-    if not job.hf_folder.is_dir():
-        return []
-    copy_side_files(job.hf_folder, staging, side_files(job.hf_folder))
+    copy_side_files(job.config.path, staging, job.config.side)
     written = [entry for item in plan.items for entry in item.targets]
     provenance = job.provenance
     source_dtype = provenance.source.get("dtype") if provenance else None
-    untied = job.untie or bool(provenance and provenance.untied)
+    untied = bool(job.untie or names.untied or (provenance and provenance.untied))
     quantised = provenance.source.get("quantization") if provenance else None
     notes = [f"the source was quantised with {quantised}; these weights are not"] if quantised else []
     return notes + match_config(staging, main_dtype(written), source_dtype, untied)

@@ -25,7 +25,7 @@ def export_through_torch(job: HfExport, staging: Path, report: Progress | None) 
         dcp_to_torch_save(job.path, single)
         everything = torch.load(single, mmap=True, weights_only=True)
         state = {name: everything["model"][name] for name in job.live if name not in job.extra}
-        extra = load_file(job.hf_folder / EXTRA_NAME) if job.extra else {}
+        extra = load_file(job.path / "hf" / EXTRA_NAME) if job.extra else {}
         _save_shards({**_to_hub_names(job, state), **extra}, staging, job.max_shard_bytes)
     if report:
         report(sum(entry.num_bytes for entry in job.live.values()))
@@ -42,10 +42,10 @@ def _to_hub_names(job: HfExport, state: dict[str, Any]) -> dict[str, Any]:
         stored = str(state[name].dtype).removeprefix("torch.")
         return state[name].to(getattr(torch, cast_dtype(stored, wanted)))
 
-    config = read_config(job.hf_folder, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
+    config = read_config(job.config.path, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
     if config is None or is_custom_code(config):
         return {name: cast(name, job.cast) for name in state}
-    model: Any = build_meta_model(job.hf_folder, job.cast)
+    model: Any = build_meta_model(job.config.path, job.cast)
     rule = DtypeRule(model, job.cast)
     model._weight_conversions = recorded_transforms(model, job.provenance) or None
     return revert_weight_conversion(model, {name: cast(name, rule.of(name)) for name in state})

@@ -16,7 +16,7 @@ from ckptool.core.interfaces import Progress, Source
 from ckptool.core.parts import one_part
 from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Provenance
-from ckptool.errors import UsageError
+from ckptool.errors import UsageError, name_some
 from ckptool.formats.dcp_sink import DcpSink, dcp_parts
 from ckptool.formats.hf_config import match_config
 from ckptool.formats.hf_folder import EXTRA_NAME
@@ -114,7 +114,8 @@ def import_hf(
             num_workers=num_workers,
             memory_bytes=memory_bytes,
         )
-        notes = [*model.notes, *plan.notes]
+        aside = [f"kept aside, the model doesn't use them: {name_some(list(names.extra))}"] if names.extra else []
+        notes = [*model.notes, *aside, *plan.notes]
         check_disk(target, plan)
         if dry_run:
             return Result("import-hf", str(target), plan, False, time.monotonic() - start, tuple(notes))

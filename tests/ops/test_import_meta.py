@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import ckptool
 from ckptool.errors import CkptoolError, DamagedError, MismatchError, NotFoundError, UnsupportedError
-from ckptool.naming.meta_llama import _halves_apart
+from ckptool.naming.rope_rows import halves_apart
 from tests.tiny_models import llama
 
 NAMES = {
@@ -103,7 +103,7 @@ def test_reordered_rows_turn_as_metas_do() -> None:
         return torch.view_as_real(pairs * turn).flatten(-2)
 
     expected = torch.einsum("qhd,khd->hqk", turned(queries), turned(keys))
-    ours = [(x @ _halves_apart(w, heads).t()).view(1, length, heads, head_dim).transpose(1, 2) for w in (queries, keys)]
+    ours = [(x @ halves_apart(w, heads).t()).view(1, length, heads, head_dim).transpose(1, 2) for w in (queries, keys)]
     cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(length)[None])
     q, k = apply_rotary_pos_emb(*ours, cos, sin)
     torch.testing.assert_close((q @ k.transpose(-1, -2))[0], expected, rtol=1e-4, atol=1e-4)
