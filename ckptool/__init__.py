@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ckptool.formats.dcp_reader import StorageReader as StorageReader
     from ckptool.naming.meta_model import read_config as read_config
     from ckptool.ops.diff import diff as diff
+    from ckptool.ops.estimate import estimate as estimate
     from ckptool.ops.export import export as export
     from ckptool.ops.import_hf import import_hf as import_hf
     from ckptool.ops.prune import prune as prune
@@ -71,6 +72,7 @@ _HOMES = {
     "prune": "ckptool.ops.prune",
     "verify": "ckptool.ops.verify",
     "diff": "ckptool.ops.diff",
+    "estimate": "ckptool.ops.estimate",
     "find_latest": "ckptool.runs",
     "list_checkpoints": "ckptool.runs",
     "resolve": "ckptool.runs",
@@ -98,6 +100,7 @@ __all__ = [
     "__version__",
     "accept_data_change",
     "diff",
+    "estimate",
     "export",
     "files_record",
     "find_latest",

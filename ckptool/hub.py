@@ -67,6 +67,25 @@ def locate_config(src: str, revision: str | None) -> Path:
             raise NotFoundError(f"{src} holds no config.json") from error
 
 
+def locate_config(src: str, revision: str | None) -> Path:
+    """The folder of a model's config.json: `src` itself, or of a checkpoint its `hf/`.
+
+    Of a Hub repository that one file is downloaded. Raises as `locate` does, and NotFoundError without a config.json.
+    """
+    if Path(src).expanduser().exists() or not _REPO_ID.fullmatch(src):
+        path = locate(src, revision).path
+        folder = path.parent if path.name == "config.json" else path
+    else:
+        import huggingface_hub
+
+        with _hub_errors(src, revision):
+            folder = Path(huggingface_hub.snapshot_download(src, revision=revision, allow_patterns="config.json"))
+    for candidate in (folder, folder / "hf"):
+        if (candidate / "config.json").is_file():
+            return candidate
+    raise NotFoundError(f"{src} holds no config.json")
+
+
 def _download(repo: str, revision: str | None, weights: bool) -> Located:
     import huggingface_hub
     from huggingface_hub import constants

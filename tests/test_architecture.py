@@ -171,6 +171,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "__version__",
         "accept_data_change",
         "diff",
+        "estimate",
         "export",
         "files_record",
         "find_latest",

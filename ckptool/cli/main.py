@@ -11,7 +11,22 @@ from collections.abc import Sequence
 import click
 
 from ckptool import __version__
-from ckptool.cli import completion, copy, data, diff, export, import_hf, inspect, ls, pin, plan, prune, reshard, verify
+from ckptool.cli import (
+    completion,
+    copy,
+    data,
+    diff,
+    estimate,
+    export,
+    import_hf,
+    inspect,
+    ls,
+    pin,
+    plan,
+    prune,
+    reshard,
+    verify,
+)
 from ckptool.cli._errors import report
 
 EPILOG = (
@@ -34,6 +49,7 @@ for command in (
     export.command,
     reshard.command,
     plan.command,
+    estimate.command,
     ls.command,
     inspect.command,
     verify.command,

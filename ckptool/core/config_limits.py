@@ -32,8 +32,8 @@ _RULES = (
 )
 
 
-def check_config(config: dict[str, Any], location: str, *, num_tensors: int, num_bytes: int) -> None:
-    """Compare a config's numbers with the weights' `num_tensors` and `num_bytes`.
+def check_config(config: dict[str, Any], location: str, *, num_tensors: int = 0, num_bytes: int = 0) -> None:
+    """Compare a config's numbers with the weights' `num_tensors` and `num_bytes`; without weights, with the floors.
 
     Raises DamagedError, naming the first number that is beyond them, and for a config that points to another one.
     """
@@ -48,7 +48,8 @@ def check_config(config: dict[str, Any], location: str, *, num_tensors: int, num
                 continue
             limit, weights = max(num_tensors, floor), f"{num_tensors} tensors"
         if number > limit:
-            raise DamagedError(f"{location}: {name} is {number}, but the weights are {weights}")
+            reason = f"but the weights are {weights}" if num_tensors else "more than any model has"
+            raise DamagedError(f"{location}: {name} is {number}, {reason}")
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, int]]:

@@ -91,6 +91,22 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, st
     server.shutdown()
 
 
+def test_an_estimate_fetches_the_config_alone(hub: tuple[dict[str, str], list[str], Path], tmp_path: Path) -> None:
+    environment, requests, _ = hub
+    environment = {**environment, "HF_HOME": str(tmp_path)}
+    before = len(requests)
+    for src, code, words in (
+        (REPO, 0, "2 blocks"),
+        ("org/gated", 1, "is gated"),
+        ("org/no-such", 1, "neither a local"),
+    ):
+        command = [sys.executable, "-m", "ckptool", "estimate", src]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr
+    fetched = [path for path in requests[before:] if f"/{REPO}/resolve/" in path]
+    assert {path.rpartition("/")[2] for path in fetched} == {"config.json"}
+
+
 def run(environment: dict[str, str], *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ckptool", "import-hf", *arguments]
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)

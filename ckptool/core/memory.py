@@ -1,0 +1,196 @@
+"""How much memory of a GPU a training step needs: arithmetic over a model's sizes, without the model.
+
+It describes what trainer/ does: FSDP2 on every block and then on the rest (the root), gradients summed in fp32, AdamW,
+sdpa attention, cross entropy in fp32. A step has four moments at which it may need the most. Gradients are made while
+activations are given back, so the parts are not all there at once:
+
+* the loss: all activations, and the logits several times over; no gradients yet
+* the backward pass of the last block, with which it begins, and of the first, with which it ends
+* the reduction of the root's gradients, when all others are there
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: Gradients are summed over ranks, and norms and the loss are computed, in fp32.
+_FP32_BYTES = 4
+
+#: AdamW keeps a mean of the gradients and one of their squares.
+_NUM_MOMENTS = 2
+
+#: What no tensor shows: the CUDA context, loaded kernels, workspaces of cuBLAS, buffers of NCCL.
+CONTEXT_BYTES = 1_000_000_000
+
+#: What the caching allocator holds in gaps, by the tensors' peak.
+GAPS_FRACTION = 0.05
+
+#: More GPUs are not looked for.
+MAX_GPUS = 1 << 16
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a decoder as one rank of a tensor-parallel group computes it.
+
+    `block_parameters` are those of each repeated block, `root_parameters` those of all else, of them `head_parameters`
+    the output head's. Widths are elements a token: `hidden` between blocks, `query` and `key` of all heads together,
+    `mlp` inside the MLP (of all experts that a token goes through), `routed` the copies of the hidden state that are
+    sent to experts. `num_norms` are over the hidden state of a block; `has_head_norms` when queries and keys have some.
+    """
+
+    block_parameters: tuple[int, ...]
+    root_parameters: int
+    head_parameters: int
+    vocab: int
+    hidden: int
+    query: int
+    key: int
+    mlp: int
+    routed: int = 0
+    num_norms: int = 2
+    has_head_norms: bool = False
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.block_parameters) + self.root_parameters
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_parameters)
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """One rank's part of a step. `num_shards` ranks share the parameters; `num_micro_steps` are accumulated."""
+
+    seq_len: int
+    micro_batch_size: int = 1
+    num_shards: int = 1
+    num_micro_steps: int = 1
+    parameter_bytes: int = 4
+    optimizer_bytes: int = 4
+    compute_bytes: int = 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in one forward pass of one rank."""
+        return self.seq_len * self.micro_batch_size
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU. The parts are each at its own largest; `peak_bytes` is the most that tensors hold at a time,
+    what `torch.cuda.max_memory_allocated` shows, and `peak_moment` says when."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    loss_bytes: int
+    buffers_bytes: int
+    peak_bytes: int
+    peak_moment: str
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the GPU must have: the peak, gaps between tensors, and what is no tensor."""
+        return math.ceil(self.peak_bytes * (1 + GAPS_FRACTION)) + CONTEXT_BYTES
+
+
+def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> Memory:
+    """A step with FSDP2 over `num_shards` ranks; `checkpointing` keeps only the blocks' inputs.
+
+    Of a block that runs, a rank holds the whole weights, in the backward pass those of the next one too, the whole
+    gradients, and the fp32 copy of the last block's that is being summed. The root's weights stay whole all the time.
+    """
+    compute, shards = setup.compute_bytes, setup.num_shards
+    weights, gradients, optimizer = _states(model, setup)
+    block, root = max(model.block_parameters, default=0), model.root_parameters
+    num_wholes = 1 if shards == 1 else 2  # alone, a rank doesn't fetch the next block's weights ahead
+    block_buffers = block * ((num_wholes + 1) * compute + _FP32_BYTES)
+    root_reduction = root * (max(compute, _FP32_BYTES if shards == 1 else 0) + _FP32_BYTES)
+    accumulated = model.num_parameters * _FP32_BYTES if setup.num_micro_steps > 1 else 0
+
+    kept, running = _activations(model, setup, checkpointing)
+    kept_per_block = kept // max(1, model.num_blocks)
+    logits = model.vocab * setup.num_tokens * compute
+    states = weights + optimizer
+    at_backward = states + (root + model.head_parameters) * compute + logits + block_buffers + running
+    moments = {
+        "loss": states + root * compute + accumulated + kept + loss_bytes(model.vocab, setup),
+        "last block's backward": at_backward + accumulated + kept,
+        "first block's backward": at_backward + gradients + kept_per_block,
+        "reduction of the root's gradients": states + gradients + logits + root_reduction,
+    }
+    moment = max(moments, key=lambda name: moments[name])
+    buffers = max(root * compute + block_buffers, root_reduction) + accumulated
+    return Memory(
+        weights, gradients, optimizer, kept + running, loss_bytes(model.vocab, setup), buffers, moments[moment], moment
+    )
+
+
+def ddp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> Memory:
+    """A step with DistributedDataParallel (gradients as views of its buckets) under autocast: every rank holds it all.
+
+    Autocast keeps a copy of the weights in the dtype of the computation until the forward pass is over.
+    """
+    setup = TrainingSetup(**{**vars(setup), "num_shards": 1})
+    weights, gradients, optimizer = _states(model, setup)
+    casts = model.num_parameters * setup.compute_bytes if setup.compute_bytes < setup.parameter_bytes else 0
+    kept, running = _activations(model, setup, checkpointing)
+    logits = model.vocab * setup.num_tokens * setup.compute_bytes
+    states = weights + gradients + optimizer + casts + kept
+    moments = {
+        "loss": states + loss_bytes(model.vocab, setup),
+        "last block's backward": states + logits + running,
+    }
+    moment = max(moments, key=lambda name: moments[name])
+    loss = loss_bytes(model.vocab, setup)
+    return Memory(weights, gradients, optimizer, kept + running, loss, casts, moments[moment], moment)
+
+
+def loss_bytes(vocab: int, setup: TrainingSetup) -> int:
+    """The logits and what the cross entropy makes of them: in its backward pass the logits as computed, the fp32
+    log-probabilities, their gradient, and that of the logits."""
+    return setup.num_tokens * vocab * (setup.compute_bytes + 3 * _FP32_BYTES)
+
+
+def fewest_gpus(fits: Callable[[int], bool], step: int, limit: int = MAX_GPUS) -> int | None:
+    """The smallest multiple of `step` GPUs that `fits`, which more of them never makes worse; None beyond `limit`."""
+    counts = range(step, limit + 1, step)
+    place = bisect.bisect_left(counts, True, key=fits)
+    return counts[place] if place < len(counts) else None
+
+
+def _states(model: ModelSizes, setup: TrainingSetup) -> tuple[int, int, int]:
+    """A rank's weights, gradients (in the weights' dtype) and optimizer state."""
+    held = math.ceil(model.num_parameters / setup.num_shards)
+    return held * setup.parameter_bytes, held * setup.parameter_bytes, held * _NUM_MOMENTS * setup.optimizer_bytes
+
+
+def _activations(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> tuple[int, int]:
+    """What all blocks keep for the backward pass, and what the backward pass of one block needs beyond that."""
+    tokens, compute = setup.num_tokens, setup.compute_bytes
+    per_block = tokens * _kept_per_token(model, compute)
+    final_norm = tokens * model.hidden * (_FP32_BYTES + 2 * compute)
+    gradients = tokens * (3 * compute * model.mlp + 3 * _FP32_BYTES * model.hidden)
+    if checkpointing:
+        return model.num_blocks * tokens * model.hidden * compute + final_norm, per_block + gradients
+    return model.num_blocks * per_block + final_norm, gradients
+
+
+def _kept_per_token(model: ModelSizes, compute: int) -> int:
+    """Bytes a token that autograd keeps of a block.
+
+    A norm keeps its input in fp32, the normalised values, and its output, which the projections after it read.
+    Attention keeps queries, keys, values and its output (the kernels of sdpa keep no scores); a gated MLP keeps gate,
+    up, the activated gate and their product; routing to experts keeps each expert's input and output.
+    """
+    norms = model.num_norms * model.hidden * (_FP32_BYTES + 2 * compute)
+    head_norms = (model.query + model.key) * (_FP32_BYTES + compute) if model.has_head_norms else 0
+    attention = 2 * (model.query + model.key) * compute
+    return norms + head_norms + attention + (4 * model.mlp + 2 * model.routed) * compute

@@ -1,0 +1,227 @@
+"""Whether training fits into GPUs, told from a config.json."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptool.core.memory import (
+    MAX_GPUS,
+    Memory,
+    ModelSizes,
+    TrainingSetup,
+    ddp_memory,
+    fewest_gpus,
+    fsdp_memory,
+)
+from ckptool.core.plan import Result
+from ckptool.errors import DamagedError, UnsupportedError, UsageError
+from ckptool.hub import locate_config
+
+#: Bytes of the dtypes that weights, optimizer and computation may have.
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+
+_SHARDINGS = {"ddp": ddp_memory, "fsdp2": fsdp_memory}
+
+#: A parameter of a block, by the block's name: whatever is in the first numbered list.
+_BLOCK = re.compile(r"(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """GPUs as the trainer cuts them: `tp` share layers, `dp_replicate` copies of the rest share parameters."""
+
+    num_gpus: int
+    dp_replicate: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1 or self.num_gpus % (self.dp_replicate * self.tp):
+            raise UsageError(
+                f"{self.num_gpus} GPUs can't be cut into --dp-replicate {self.dp_replicate} times --tp {self.tp} parts",
+                hint="their product must divide the number of GPUs",
+            )
+
+    @property
+    def num_shards(self) -> int:
+        return self.num_gpus // (self.dp_replicate * self.tp)
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.num_gpus // self.tp
+
+
+def estimate(
+    src: str,
+    *,
+    num_gpus: int = 1,
+    gpu_bytes: int = 80 * 10**9,
+    seq_len: int = 1024,
+    micro_batch_size: int = 1,
+    global_batch_size: int | None = None,
+    dp_replicate: int = 1,
+    tp: int = 1,
+    param_dtype: str = "fp32",
+    optimizer_dtype: str | None = None,
+    compute_dtype: str = "bf16",
+    revision: str | None = None,
+) -> Result:
+    """Say what each of `num_gpus` GPUs of `gpu_bytes` needs to train the model of `src`: a Hub id, of which only the
+    config is fetched, a folder with a config.json, or a checkpoint.
+
+    `seq_len` in tokens, the batch sizes in sequences, a global one over all ranks (default: one micro batch a rank).
+    Dtypes are keys of DTYPE_BYTES, that of the optimizer by default the weights', as the trainer has it. `details` has
+    the model's sizes and `ways`: DDP and FSDP2, without and with activation checkpointing, each with the fields of
+    `core.memory.Memory`, `needed_bytes`, `fits` and `fewest_gpus` (None: no number is enough).
+    Raises UsageError, NotFoundError, DamagedError or UnsupportedError, one line each.
+    """
+    ranks = Ranks(num_gpus, dp_replicate, tp)
+    setup = TrainingSetup(
+        seq_len,
+        micro_batch_size,
+        parameter_bytes=_dtype_bytes(param_dtype),
+        optimizer_bytes=_dtype_bytes(optimizer_dtype or param_dtype),
+        compute_bytes=_dtype_bytes(compute_dtype),
+    )
+    if min(seq_len, micro_batch_size, gpu_bytes) < 1:
+        raise UsageError("the sequence length, the micro batch and the memory of a GPU must be positive")
+    if global_batch_size is not None and global_batch_size < ranks.num_data_ranks:
+        raise UsageError(
+            f"{ranks.num_data_ranks} ranks can't share a global batch of {global_batch_size} sequences",
+            hint="raise --global-batch-size, or estimate fewer GPUs",
+        )
+    folder = locate_config(src, revision)
+    model, num_parameters = read_sizes(folder, tp)
+
+    def memory(sharding: str, checkpointing: bool, at: Ranks) -> Memory:
+        units = -(-global_batch_size // at.num_data_ranks) if global_batch_size else micro_batch_size
+        num_micro_steps = max(1, -(-units // micro_batch_size))
+        here = replace(setup, num_shards=at.num_shards, num_micro_steps=num_micro_steps)
+        return _SHARDINGS[sharding](model, here, checkpointing)
+
+    ways = []
+    for sharding in ("ddp", "fsdp2"):
+        for checkpointing in (False, True):
+            needs = memory(sharding, checkpointing, ranks)
+
+            def fits(count: int, sharding: str = sharding, checkpointing: bool = checkpointing) -> bool:
+                return memory(sharding, checkpointing, replace(ranks, num_gpus=count)).needed_bytes <= gpu_bytes
+
+            ways.append(
+                {
+                    "sharding": sharding,
+                    "checkpointing": checkpointing,
+                    **asdict(needs),
+                    "needed_bytes": needs.needed_bytes,
+                    "fits": needs.needed_bytes <= gpu_bytes,
+                    "fewest_gpus": fewest_gpus(
+                        fits, dp_replicate * tp, min(MAX_GPUS, (global_batch_size or MAX_GPUS) * tp)
+                    ),
+                }
+            )
+    details: dict[str, Any] = {
+        "num_parameters": num_parameters,
+        "num_blocks": model.num_blocks,
+        "num_gpus": num_gpus,
+        "gpu_bytes": gpu_bytes,
+        "num_shards": ranks.num_shards,
+        "ways": ways,
+    }
+    return Result("estimate", src, details=details)
+
+
+def read_sizes(folder: Path, tp: int = 1) -> tuple[ModelSizes, int]:
+    """The sizes of the model of `folder`'s config.json on one of `tp` ranks, and the parameters of all of it.
+
+    Raises DamagedError for what is no config, UnsupportedError for a model that is no decoder known to this
+    transformers or has no tensor-parallel plan, UsageError when its heads can't be shared evenly.
+    """
+    from ckptool.core.config_limits import check_config
+    from ckptool.naming.meta_model import build_meta_model, is_custom_code
+    from ckptool.storage.files import read_json
+
+    location = str(folder / "config.json")
+    stored = read_json(folder / "config.json", max_bytes=16 << 20)
+    if not isinstance(stored, dict):
+        raise DamagedError(f"{location} is not a JSON object")
+    check_config(stored, location)
+    if is_custom_code(stored):
+        raise UnsupportedError(f"{location}: the model is the repository's own code, which is not run")
+    model = build_meta_model(folder)
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    if head is None or not getattr(config, "num_attention_heads", None):
+        raise UnsupportedError(f"{location}: {type(model).__name__} is no decoder with attention and an output head")
+    parameters = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in model.all_tied_weights_keys}
+    counts = {name: math.prod(shape) for name, shape in parameters.items()}
+    num_parameters = sum(counts.values())
+    if tp > 1:
+        _check_heads(config, tp)
+        for name in _split_by_tp(folder, len(counts), num_parameters):
+            if name in counts:
+                counts[name] = -(-counts[name] // tp)
+    blocks: dict[str, int] = {}
+    for name, count in counts.items():
+        match = _BLOCK.match(name)
+        if match:
+            blocks[match[1]] = blocks.get(match[1], 0) + count
+    hidden, names = config.hidden_size, list(parameters)
+    first = next(iter(blocks), "")
+    norms = [n for n in names if n.startswith(f"{first}.") and parameters[n] == (hidden,) and "norm" in n]
+    query, key, mlp, routed = _widths(config)
+    sizes = ModelSizes(
+        block_parameters=tuple(blocks.values()),
+        root_parameters=sum(counts.values()) - sum(blocks.values()),
+        head_parameters=math.prod(tuple(head.weight.shape)) // tp,
+        vocab=config.vocab_size,
+        hidden=hidden,
+        query=query // tp,
+        key=key // tp,
+        mlp=mlp // tp,
+        routed=routed,
+        num_norms=max(2, len(norms)),
+        has_head_norms=any(".q_norm." in name for name in names),
+    )
+    return sizes, num_parameters
+
+
+def _widths(config: Any) -> tuple[int, int, int, int]:
+    """Elements a token: queries, keys, the inside of the MLP, and the copies that go to experts."""
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention: every head has keys of its own
+        head_size, key_heads = config.qk_nope_head_dim + config.qk_rope_head_dim, heads
+    else:
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    if experts:
+        expert = getattr(config, "moe_intermediate_size", None) or mlp
+        shared = getattr(config, "shared_expert_intermediate_size", None)
+        shared = shared if shared is not None else expert * (getattr(config, "n_shared_experts", None) or 0)
+        mlp = experts * expert + shared
+    return heads * head_size, key_heads * head_size, mlp, experts * config.hidden_size
+
+
+def _split_by_tp(folder: Path, num_tensors: int, num_parameters: int) -> list[str]:
+    """The parameters that transformers' tensor-parallel plan cuts."""
+    from ckptool.naming.parallel_plan import plan_rules
+
+    rules = plan_rules(folder, {"tp"}, num_tensors, num_parameters * DTYPE_BYTES["fp32"])
+    return [rule.pattern for rule in rules]
+
+
+def _check_heads(config: Any, tp: int) -> None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, name, None)
+        if isinstance(number, int) and number % tp:
+            raise UsageError(f"--tp {tp} doesn't divide the model's {name}, {number}", hint="another --tp, or none")
+
+
+def _dtype_bytes(name: str) -> int:
+    if name not in DTYPE_BYTES:
+        raise UsageError(f"{name} is no dtype to train in: choose one of {', '.join(DTYPE_BYTES)}")
+    return DTYPE_BYTES[name]

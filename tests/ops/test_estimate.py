@@ -1,0 +1,121 @@
+"""`ckptool estimate`: sizes read off a config, what fits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from ckptool.cli.main import run
+from ckptool.errors import CkptoolError, DamagedError, NotFoundError, UnsupportedError, UsageError
+from ckptool.ops.estimate import estimate, read_sizes
+from tests.tiny_models import SIZES, llama, mixtral
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    llama().config.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_sizes_are_those_of_the_model(folder: Path) -> None:
+    model = llama()
+    sizes, num_parameters = read_sizes(folder)
+    assert num_parameters == sizes.num_parameters == model.num_parameters()
+    assert sizes.block_parameters == (sum(p.numel() for p in model.model.layers[0].parameters()),) * 2
+    assert (sizes.hidden, sizes.query, sizes.key, sizes.mlp, sizes.vocab) == (48, 48, 16, 80, 97)
+    assert (sizes.num_norms, sizes.has_head_norms) == (2, False)
+
+
+def test_norms_of_heads_and_further_norms_are_counted(tmp_path: Path) -> None:
+    transformers.Qwen3Config(**SIZES).save_pretrained(tmp_path / "qwen3")
+    transformers.Gemma2Config(**SIZES).save_pretrained(tmp_path / "gemma2")
+    assert read_sizes(tmp_path / "qwen3")[0].has_head_norms
+    assert read_sizes(tmp_path / "gemma2")[0].num_norms == 4
+
+
+def test_a_token_goes_through_its_experts_only(tmp_path: Path) -> None:
+    mixtral().config.save_pretrained(tmp_path)
+    sizes, num_parameters = read_sizes(tmp_path)
+    assert num_parameters == mixtral().num_parameters()
+    assert (sizes.mlp, sizes.routed) == (2 * SIZES["intermediate_size"], 2 * SIZES["hidden_size"])
+
+
+def test_tensor_parallel_ranks_hold_their_part_of_what_the_plan_splits(folder: Path) -> None:
+    whole, _ = read_sizes(folder)
+    part, num_parameters = read_sizes(folder, tp=2)
+    assert num_parameters == whole.num_parameters
+    num_norm_parameters = 2 * SIZES["hidden_size"]
+    assert part.block_parameters[0] - num_norm_parameters == (whole.block_parameters[0] - num_norm_parameters) // 2
+    assert (part.query, part.mlp, part.hidden) == (whole.query // 2, whole.mlp // 2, whole.hidden)
+
+
+def test_more_gpus_need_less_each(folder: Path) -> None:
+    peaks = [[way["peak_bytes"] for way in estimate(str(folder), num_gpus=n).details["ways"]] for n in (1, 8)]
+    (ddp, _, fsdp, _), (ddp_8, _, fsdp_8, _) = peaks
+    assert ddp == ddp_8
+    assert fsdp > fsdp_8
+
+
+def test_the_fewest_gpus_are_the_first_that_fit(folder: Path) -> None:
+    limit = estimate(str(folder), num_gpus=3).details["ways"][2]["needed_bytes"]
+    way = estimate(str(folder), gpu_bytes=limit).details["ways"][2]
+    assert (way["fits"], way["fewest_gpus"]) == (False, 3)
+
+
+def test_a_checkpoint_has_its_config_beside_it(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "step-7" / "hf").mkdir(parents=True)
+    (folder / "config.json").rename(tmp_path / "step-7" / "hf" / "config.json")
+    assert estimate(str(tmp_path / "step-7")).details["num_blocks"] == 2
+
+
+def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["estimate", str(folder), "--gpus", "2", "--gpu-memory", "24GB", "--seq-len", "64"]) == 0
+    assert "FSDP2, checkpointing" in capsys.readouterr().out
+    assert run(["estimate", str(folder), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [way["fits"] for way in answer["ways"]] == [True] * 4
+    assert run(["estimate", str(folder), "--quiet", "--gpu-memory", "1GB"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"num_gpus": 6, "tp": 4}, UsageError),
+        ({"num_gpus": 5, "tp": 5}, UsageError),
+        ({"num_gpus": 8, "global_batch_size": 4}, UsageError),
+        ({"seq_len": 0}, UsageError),
+        ({"param_dtype": "int8"}, UsageError),
+    ],
+)
+def test_settings_that_can_not_be_are_refused(folder: Path, options: dict[str, Any], error: type[CkptoolError]) -> None:
+    with pytest.raises(error) as caught:
+        estimate(str(folder), **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (None, NotFoundError, "no config.json"),
+        ("{", DamagedError, "config.json"),
+        ("[]", DamagedError, "not a JSON object"),
+        ('{"model_type": "nobody-knows"}', UnsupportedError, "can't read its config"),
+        ('{"model_type": "mine", "auto_map": {}}', UnsupportedError, "own code"),
+        ('{"model_type": "llama", "num_hidden_layers": 100000}', DamagedError, "more than any model has"),
+        ('{"model_type": "vit", "architectures": ["ViTModel"]}', UnsupportedError, "no decoder"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', UnsupportedError, "hidden_size"),
+    ],
+)
+def test_what_is_no_config_of_a_decoder_is_refused(
+    tmp_path: Path, config: str | None, error: type[CkptoolError], words: str
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(error, match=words) as caught:
+        estimate(str(tmp_path))
+    assert "\n" not in str(caught.value)
