@@ -47,31 +47,6 @@ def locate_config(src: str, revision: str | None) -> Path:
 
     Of a Hub repository that one file is downloaded. Raises as `locate` does, and NotFoundError without a config.json.
     """
-    path = Path(src).expanduser()
-    if path.exists() or not _REPO_ID.fullmatch(src):
-        located = locate(src, revision).path
-        folder = located.parent if located.name == "config.json" else located
-        for candidate in (folder, folder / "hf"):
-            if (candidate / "config.json").is_file():
-                return candidate
-        raise NotFoundError(f"{src} holds no config.json")
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    with _hub_errors(src, revision):
-        try:
-            return Path(huggingface_hub.hf_hub_download(src, "config.json", revision=revision)).parent
-        except LocalEntryNotFoundError:  # one of the next class, but it says that the Hub can't be reached
-            raise
-        except EntryNotFoundError as error:
-            raise NotFoundError(f"{src} holds no config.json") from error
-
-
-def locate_config(src: str, revision: str | None) -> Path:
-    """The folder of a model's config.json: `src` itself, or of a checkpoint its `hf/`.
-
-    Of a Hub repository that one file is downloaded. Raises as `locate` does, and NotFoundError without a config.json.
-    """
     if Path(src).expanduser().exists() or not _REPO_ID.fullmatch(src):
         path = locate(src, revision).path
         folder = path.parent if path.name == "config.json" else path

@@ -28,7 +28,8 @@ def test_the_estimate_is_what_steps_take(
     tmp_path: Path, sizes: dict[str, Any], seq_len: int, num_micro_steps: int, checkpointing: str, moment: str
 ) -> None:
     benchmark = load_script("benchmarks/gpu/estimate.py")
-    (tmp_path / "config.json").write_text(json.dumps(benchmark.MODELS["small-llama"] | sizes | {"num_hidden_layers": 4}))
+    config = benchmark.MODELS["small-llama"] | sizes | {"num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     way = estimate(str(tmp_path), seq_len=seq_len, global_batch_size=num_micro_steps).details["ways"][
         2 + (checkpointing == "block")
     ]
