@@ -1,4 +1,4 @@
-"""`ckptool export NAME --to hf|torch`."""
+"""`ckptool export NAME --to FORM`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from ckptool.cli._options import (
     name_argument,
     root_option,
 )
+from ckptool.naming.dialects import dialect_names
 
 
-@click.command("export", short_help="Write a checkpoint as a Hugging Face folder or one .pt file.")
+@click.command("export", short_help="Write a checkpoint as a Hugging Face folder, another trainer's or one .pt file.")
 @name_argument
 @click.option(
     "--to",
-    type=click.Choice(["hf", "torch"]),
+    type=click.Choice(["hf", "torch", *dialect_names()]),
     default="hf",
     show_default=True,
-    help="hf: a folder that from_pretrained loads (model weights only). torch: one torch.save file with everything.",
+    help="hf: a folder that from_pretrained loads (model weights only). torch: one torch.save file with everything. "
+    "Others: a DCP checkpoint of the model under that trainer's names.",
 )
 @click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="Where to write.")
 @dtype_option
@@ -64,7 +66,7 @@ def command(
     root: Path | None,
     conversion: Conversion,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder or as one .pt file.
+    """Write a checkpoint of any trainer as a Hugging Face folder, as another trainer's, or as one .pt file.
 
     NAME is a path, a name under the root (step-5000), or "latest".
     """

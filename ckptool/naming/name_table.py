@@ -62,12 +62,14 @@ class Row:
     """The live tensor `live` and what another library has instead; `{}` is the layer's number in both.
 
     No form: the values are the same. Several rows may speak of one live tensor, for libraries that have changed their
-    names: all are read, the first is written.
+    names: all are read, the first is written. `zeros` are names of vectors that the library asks for besides, which
+    start as zeros, as many as the live tensor has rows; transformers has nothing like them.
     """
 
     live: str
     theirs: tuple[str, ...]
     form: Form | None = None
+    zeros: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,14 @@ class Dialect:
 
     `tables` are by the `model_type` of transformers' config. `left_out` are patterns of tensors that transformers'
     models have no place for, each with the reason why an export may lack them.
+    `keys` are those below which the library saves its model's tensors; none where they stand bare at the top.
     """
 
     name: str
     marks: tuple[str, ...]
     tables: Mapping[str, tuple[Row, ...]]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    keys: tuple[str, ...] = ()
 
     def table(self, model_type: str) -> tuple[Row, ...]:
         """Raises MismatchError for a model that it has no table for."""
@@ -162,22 +166,24 @@ def _to_live(found: _Found, entries: Mapping[str, TensorEntry], config: Any) -> 
     def transform(tensors: Mapping[str, Any]) -> dict[str, Any]:
         return {live: form.to_live([tensors[name] for name in names], config)}
 
-    return _with_shapes(names, entries, transform, form)
+    return _with_shapes(names, entries, transform, type(form).__name__)
 
 
 def _from_live(row: Row, layer: str, entry: TensorEntry, config: Any) -> NameGroup:
-    theirs = [their.format(layer) for their in row.theirs]
+    theirs, zeros = ([name.format(layer) for name in names] for names in (row.theirs, row.zeros))
     form, name = row.form, row.live.format(layer)
-    if form is None:
+    if form is None and not zeros:
         return NameGroup((name,), {theirs[0]: entry.shape})
 
     def transform(tensors: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(zip(theirs, form.from_live(tensors[name], config), strict=True))
+        live = tensors[name]
+        made = [live] if form is None else form.from_live(live, config)
+        return dict(zip(theirs, made, strict=True)) | {zero: live.new_zeros(live.shape[0]) for zero in zeros}
 
-    return _with_shapes((name,), {name: entry}, transform, form)
+    return _with_shapes((name,), {name: entry}, transform, type(form).__name__ if form else "Copy")
 
 
-def _with_shapes(names: tuple[str, ...], entries: Mapping[str, TensorEntry], transform: Any, form: Form) -> NameGroup:
+def _with_shapes(names: tuple[str, ...], entries: Mapping[str, TensorEntry], transform: Any, label: str) -> NameGroup:
     """The group, its targets' shapes found out on meta tensors."""
     import torch
 
@@ -185,7 +191,7 @@ def _with_shapes(names: tuple[str, ...], entries: Mapping[str, TensorEntry], tra
         made = transform({name: torch.empty(entries[name].shape, device="meta") for name in names})
     except (ValueError, RuntimeError, IndexError) as error:
         raise MismatchError(f"{name_some(list(names))} don't fit the config: {error}") from error
-    return NameGroup(names, {name: tuple(t.shape) for name, t in made.items()}, transform, type(form).__name__)
+    return NameGroup(names, {name: tuple(t.shape) for name, t in made.items()}, transform, label)
 
 
 def _pattern(name: str) -> re.Pattern[str]:

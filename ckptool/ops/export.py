@@ -1,12 +1,11 @@
-"""DCP -> Hugging Face safetensors, or the single .pt file, streamed."""
+"""DCP -> Hugging Face safetensors, another trainer's DCP, or the single .pt file, streamed."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,18 +14,16 @@ from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Progress
 from ckptool.core.parts import Part
 from ckptool.core.plan import Plan, Result
-from ckptool.core.provenance import Provenance
-from ckptool.core.tensors import TensorEntry
-from ckptool.errors import DamagedError, NotFoundError, UsageError
+from ckptool.errors import NotFoundError, UsageError
 from ckptool.formats.dcp_source import DcpSource
-from ckptool.formats.hf_config import main_dtype, match_config
-from ckptool.formats.hf_folder import copy_side_files
-from ckptool.formats.hf_sink import HfSink, hf_parts
-from ckptool.naming.groups import NamePlan, keep_names
-from ckptool.naming.selection import select_sources, untie_all
+from ckptool.naming.dialects import dialect_names, load_dialect
+from ckptool.naming.groups import keep_names
+from ckptool.naming.selection import select_sources
 from ckptool.ops.conversion import Execution, convert
-from ckptool.ops.inputs import same_bytes
-from ckptool.ops.model_source import ConfigFolder, ModelSource, find_config
+from ckptool.ops.export_dialect import DialectForm
+from ckptool.ops.export_hf import HfForm
+from ckptool.ops.export_job import PIECE_BYTES, Form, open_job
+from ckptool.ops.model_source import ModelSource
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
@@ -35,28 +32,7 @@ from ckptool.storage.staging import refuse_existing, staged_directory, staged_fi
 if TYPE_CHECKING:
     from ckptool.ranks import Ranks
 
-MODEL_PREFIX = "model."
 ENGINES = ("stream", "torch")
-PIECE_BYTES = 32 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class HfExport:
-    """What an export to Hugging Face works from: the checkpoint, its side files and the wanted dtype."""
-
-    path: Path
-    target: Path
-    manifest: Manifest
-    live: Mapping[str, TensorEntry]
-    cast: str | None
-    max_shard_bytes: int
-    extra: frozenset[str]
-    config: ConfigFolder
-    untie: bool = False
-
-    @property
-    def provenance(self) -> Provenance | None:
-        return self.manifest.provenance
 
 
 def export(
@@ -80,10 +56,11 @@ def export(
     ranks: Ranks | None = None,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
-    """Write the model of checkpoint `name` as a Hugging Face folder (`to="hf"`), or all of it as a .pt file ("torch").
+    """Write the model of checkpoint `name`, which may be any trainer's, as a Hugging Face folder (`to="hf"`) or as
+    another trainer's DCP checkpoint ("torchtitan", ...); or all of it as a .pt file ("torch").
 
-    The default `out` is beside the checkpoint: `NAME-hf` or `NAME.pt`. `engine` "stream" copies in constant memory,
-    `num_workers` files at a time, as many as there are cores and as their buffers fit into `memory_bytes`; "torch"
+    The default `out` is beside it: `NAME-hf` or `NAME.pt`. `engine` "stream" copies in constant memory, `num_workers`
+    files at a time, as many as there are cores and as their buffers fit into `memory_bytes`; "torch"
     takes `dcp_to_torch_save` and holds everything. `config` is a Hugging Face folder or Hub id that has the model's
     config and tokenizer, for checkpoints that have none. `untie` stores tied tensors under each of their names, and the
     config says so (hf only). `keys` and `exclude` are globs of the checkpoint's names: only a part is exported.
@@ -107,25 +84,39 @@ def export(
         target = (out or path.parent / f"{path.name}.pt").absolute()
         plan = _to_torch(path, target, engine, is_chosen, how, dry_run)
         return Result("export", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
-    if to != "hf":
-        raise UsageError(f"--to {to}: choose hf or torch")
-    target = (out or path.parent / f"{path.name}-hf").absolute()
+    if to not in ("hf", *dialect_names()):
+        raise UsageError(f"--to {to}: choose hf, torch or {', '.join(dialect_names())}")
+    if to != "hf" and (untie or engine != "stream"):
+        raise UsageError("--untie and --engine torch go with --to hf")
+    target = (out or path.parent / f"{path.name}-{to}").absolute()
     refuse_existing(target, how.overwrite)
     refuse_own_source(path, target)
     with contextlib.closing(ModelSource(path)) as source:
-        job = _hf_job(path, target, source, cast, max_shard_bytes, untie, config)
-        names = _name_tensors(job, source)
+        job = open_job(
+            path,
+            target,
+            source,
+            config,
+            untie,
+            cast=cast,
+            max_shard_bytes=max_shard_bytes,
+            num_ranks=how.world_size,
+            num_workers=num_workers,
+            memory_bytes=memory_bytes,
+        )
+        form: Form = HfForm(job) if to == "hf" else DialectForm(job, load_dialect(to))
+        names = form.name_tensors()
         if keys or exclude:
             names = select_sources(names, lambda name: is_chosen(source.stored_name(name)))
-        plan = _plan_hf(job, names, num_workers, memory_bytes)
+        plan = form.plan(names)
         check_disk(target, plan)
-        notes = [*source.notes, *([job.config.note] if job.config.note else []), *plan.notes]
-
-        def put_beside(content: Path) -> None:
-            notes.extend(_finish_folder(job, content, plan, names))
-
+        notes = [*source.notes, *job.config.notes, *plan.notes]
         if engine == "torch" and job.provenance is None and not source.is_plain:
             raise UsageError(f"--engine torch knows names like model.*, not those of {path}")
+
+        def put_beside(content: Path) -> None:
+            notes.extend(form.put_beside(content, plan, names))
+
         if not dry_run and engine == "torch":
             from ckptool.ops.export_reference import export_through_torch
 
@@ -133,104 +124,10 @@ def export(
                 export_through_torch(job, staging, how.progress(plan) if how.progress else None)
                 put_beside(staging)
         elif not dry_run:
-            notes += convert(plan, source, path, lambda content: HfSink(content, plan.parts), how, after=put_beside)
+            notes += convert(
+                plan, source, path, lambda content: form.open_sink(content, plan, names), how, before=put_beside
+            )
     return Result("export", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes))
-
-
-def _hf_job(
-    path: Path,
-    target: Path,
-    source: ModelSource,
-    cast: str | None,
-    max_shard_bytes: int,
-    untie: bool,
-    config: str,
-) -> HfExport:
-    manifest = source.manifest
-    live = {f.removeprefix(MODEL_PREFIX): e for f, e in manifest.tensors.items()}
-    chosen = {fqn: dataclasses.replace(entry, fqn=fqn) for fqn, entry in live.items()}
-    if not untie:
-        chosen = _choose_tied(chosen, manifest)
-    folder = find_config(path, config)
-    return HfExport(path, target, manifest, chosen, cast, max_shard_bytes, source.extra, folder, untie)
-
-
-def _choose_tied(live: Mapping[str, TensorEntry], manifest: Manifest) -> dict[str, TensorEntry]:
-    """One name per tie, unless the source stored more: then the same ones as there."""
-    provenance = manifest.provenance
-    ties = {a.removeprefix(MODEL_PREFIX): c.removeprefix(MODEL_PREFIX) for a, c in manifest.ties.items()}
-    stored = set(provenance.stored_tied_names) if provenance else set()
-    chosen = dict(live)
-    for canonical in set(ties.values()):
-        names = {canonical, *(alias for alias, target in ties.items() if target == canonical)}
-        keep = names & stored or {canonical}
-        for fqn in names - keep:
-            chosen.pop(fqn, None)
-    return chosen
-
-
-def _plan_hf(job: HfExport, names: NamePlan, num_workers: int | None, memory_bytes: int | None) -> Plan:
-    return plan_conversion(
-        "export",
-        job.manifest,
-        names,
-        str(job.target),
-        cut=stream_tensor,
-        piece_bytes=PIECE_BYTES,
-        source_prefix=MODEL_PREFIX,
-        extra_disk_bytes=job.config.num_bytes,
-        lay_out=partial(hf_parts, max_shard_bytes=job.max_shard_bytes),
-        num_workers=num_workers,
-        memory_bytes=memory_bytes,
-    )
-
-
-def _name_tensors(job: HfExport, source: ModelSource) -> NamePlan:
-    from ckptool.naming.composition import compose, made_entries
-    from ckptool.naming.dialects import find_dialect
-    from ckptool.naming.meta_model import build_meta_model, is_custom_code, read_config
-
-    shapes = {fqn: entry.shape for fqn, entry in job.live.items()}
-    config = read_config(job.config.path, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
-    if config is None:
-        if job.provenance and job.provenance.naming and job.provenance.naming.transforms:
-            raise DamagedError(
-                f"{job.config.path} has no config.json, without which the Hub's names can't be made",
-                hint="put the model's config.json there",
-                kind="missing",
-            )
-        if dialect := find_dialect(job.live):
-            raise NotFoundError(
-                f"{job.path} has the names of {dialect.name}, and no config.json says which model it is",
-                hint="--config HF_FOLDER_OR_ID names a Hugging Face model like it",
-            )
-        return keep_names(shapes, job.cast, "no hf/config.json in the checkpoint: tensors keep their names, no config")
-    if is_custom_code(config):
-        return keep_names(shapes, job.cast, "the model is the repository's own code: tensors keep their names")
-    from ckptool.naming.live_names import plan_live
-    from ckptool.naming.transformers_names import plan_export
-
-    model = build_meta_model(job.config.path, job.cast)
-    if job.provenance is None:
-        first = plan_live(model, job.live, lambda a, b: same_bytes(source, MODEL_PREFIX + a, MODEL_PREFIX + b))
-        first = untie_all(first) if job.untie else first
-        return compose(first, plan_export(model, made_entries(first, job.live), None, job.cast))
-    live = {fqn: entry for fqn, entry in job.live.items() if fqn not in job.extra}
-    names = plan_export(model, live, job.provenance, job.cast)
-    extra = keep_names({fqn: job.live[fqn].shape for fqn in job.extra}, None, "")
-    return dataclasses.replace(names, groups=(*names.groups, *extra.groups))
-
-
-def _finish_folder(job: HfExport, staging: Path, plan: Plan, names: NamePlan) -> list[str]:
-    """Side files beside the tensors, and a config that agrees with them."""
-    copy_side_files(job.config.path, staging, job.config.side)
-    written = [entry for item in plan.items for entry in item.targets]
-    provenance = job.provenance
-    source_dtype = provenance.source.get("dtype") if provenance else None
-    untied = bool(job.untie or names.untied or (provenance and provenance.untied))
-    quantised = provenance.source.get("quantization") if provenance else None
-    notes = [f"the source was quantised with {quantised}; these weights are not"] if quantised else []
-    return notes + match_config(staging, main_dtype(written), source_dtype, untied)
 
 
 def _to_torch(

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.core.interfaces import Progress
-from ckptool.ops.export import HfExport
+from ckptool.ops.export_job import ExportJob
 from ckptool.planner import cast_dtype
 
 
-def export_through_torch(job: HfExport, staging: Path, report: Progress | None) -> None:
+def export_through_torch(job: ExportJob, staging: Path, report: Progress | None) -> None:
     """`dcp_to_torch_save`, then `revert_weight_conversion` over the whole state dict, then the safetensors library."""
     import torch
     from safetensors.torch import load_file
@@ -24,25 +24,25 @@ def export_through_torch(job: HfExport, staging: Path, report: Progress | None) 
         # Its raw unpickling of .metadata is safe here: the allow-list has already read the same file.
         dcp_to_torch_save(job.path, single)
         everything = torch.load(single, mmap=True, weights_only=True)
-        state = {name: everything["model"][name] for name in job.live if name not in job.extra}
-        extra = load_file(job.path / "hf" / EXTRA_NAME) if job.extra else {}
+        state = {name: everything["model"][name] for name in job.live if name not in job.source.extra}
+        extra = load_file(job.path / "hf" / EXTRA_NAME) if job.source.extra else {}
         _save_shards({**_to_hub_names(job, state), **extra}, staging, job.max_shard_bytes)
     if report:
         report(sum(entry.num_bytes for entry in job.live.values()))
 
 
-def _to_hub_names(job: HfExport, state: dict[str, Any]) -> dict[str, Any]:
+def _to_hub_names(job: ExportJob, state: dict[str, Any]) -> dict[str, Any]:
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
-    from ckptool.naming.meta_model import DtypeRule, build_meta_model, is_custom_code, read_config
+    from ckptool.naming.meta_model import DtypeRule, build_meta_model, is_custom_code
     from ckptool.naming.transformers_names import recorded_transforms
 
     def cast(name: str, wanted: str | None) -> Any:
         stored = str(state[name].dtype).removeprefix("torch.")
         return state[name].to(getattr(torch, cast_dtype(stored, wanted)))
 
-    config = read_config(job.config.path, len(job.live), sum(entry.num_bytes for entry in job.live.values()))
+    config = job.read_config()
     if config is None or is_custom_code(config):
         return {name: cast(name, job.cast) for name in state}
     model: Any = build_meta_model(job.config.path, job.cast)

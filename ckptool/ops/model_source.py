@@ -91,7 +91,7 @@ class ConfigFolder:
 
     path: Path
     side: tuple[str, ...] = ()
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -116,7 +116,7 @@ def find_config(path: Path, config: str) -> ConfigFolder:
     near = next((place for place in (path, path.parent) if (place / CONFIG_NAME).is_file()), None)
     if near is None:
         return ConfigFolder(own)
-    return ConfigFolder(near, tuple(_model_files(near)), f"the config is that of {near}")
+    return ConfigFolder(near, tuple(_model_files(near)), (f"the config is that of {near}",))
 
 
 def _model_files(folder: Path) -> list[str]:

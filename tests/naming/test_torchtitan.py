@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import ckptool
-from tests.naming.titan_models import build, config_of, logits, save_checkpoint
+from tests.naming.titan_models import build, config_of, load_checkpoint, logits, save_checkpoint
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed: pip install torchtitan"
@@ -49,3 +49,25 @@ def test_an_export_computes_what_torchtitan_computes(tmp_path: Path, kind: str) 
     with torch.no_grad():
         tensor.copy_(tensor.flip(-2))
     assert distance(kind, ours, theirs) > 2, f"these logits don't tell whether {name} has its rows in order"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_torchtitan_loads_what_is_exported_for_it(tmp_path: Path, kind: str, tied: bool) -> None:
+    if tied and kind == "deepseek_v3":
+        pytest.skip("torchtitan has no tied DeepSeek")
+    config = config_of(kind, tie_word_embeddings=tied)
+    torch.manual_seed(5)
+    ours = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.normal_(std=0.3)
+    ours.save_pretrained(tmp_path / "hub")
+    ckptool.import_hf(str(tmp_path / "hub"), "base", root=tmp_path)
+    ckptool.export("base", root=tmp_path, to="torchtitan", out=tmp_path / "titan")
+    theirs = build(kind, tied=tied)
+    load_checkpoint(theirs, tmp_path / "titan")
+    assert distance(kind, ours, theirs) < 1
+    ckptool.export(str(tmp_path / "titan"), out=tmp_path / "back")
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(back[name], tensor), name

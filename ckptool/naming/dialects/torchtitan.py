@@ -60,8 +60,9 @@ def _expert_rows(w1: str, w2: str, w3: str) -> tuple[Row, ...]:
 _EXPERTS = (
     *_expert_rows(*(f"moe.routed_experts.inner_experts.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD"))),
     *_expert_rows(*(f"moe.experts.{name}" for name in ("w1", "w2", "w3"))),
-    *_rows({"mlp.gate.weight": "moe.router.gate.weight"}),
 )
+
+_ROUTER = ("mlp.gate.weight", "moe.router.gate.weight")
 
 _QWEN3 = (
     *_COMMON,
@@ -77,11 +78,15 @@ _QWEN3 = (
     *_rows({"self_attn.q_proj.weight": "attention.wq.weight", "self_attn.k_proj.weight": "attention.wk.weight"}),
 )
 
+#: torchtitan balances the load of Qwen 3's experts too, by a bias that transformers' model doesn't have.
+_UNBIASED_ROUTER = Row(_LIVE + _ROUTER[0], (_THEIRS + _ROUTER[1],), zeros=(_THEIRS + "moe.expert_bias_E",))
+
 _DEEPSEEK = (
     *_COMMON,
     *_EXPERTS,
     *_rows(
         {
+            _ROUTER[0]: _ROUTER[1],
             "self_attn.q_proj.weight": "attention.wq.weight",
             "self_attn.q_a_proj.weight": "attention.wq_a.weight",
             "self_attn.q_a_layernorm.weight": "attention.q_norm.weight",
@@ -104,7 +109,7 @@ DIALECT = Dialect(
     tables={
         "llama": _LLAMA,
         "qwen3": _QWEN3,
-        "qwen3_moe": (*_QWEN3, *_EXPERTS),
+        "qwen3_moe": (*_QWEN3, *_EXPERTS, _UNBIASED_ROUTER),
         "deepseek_v3": _DEEPSEEK,
     },
     left_out={
