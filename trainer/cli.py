@@ -163,6 +163,13 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option("--compile/--no-compile", "torch.compile each block.", default=False)
 @_option(
+    "--loss",
+    "chunked: the output head and the cross-entropy some tokens at a time, never the logits of all in memory (a model "
+    "that changes its logits after the head has the plain loss all the same). plain: all at once.",
+    type=click.Choice(["chunked", "plain"]),
+    default="chunked",
+)
+@_option(
     "--log-every", "Steps between progress lines (metrics.jsonl has every step).", type=click.IntRange(1), default=10
 )
 @_option(

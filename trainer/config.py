@@ -43,6 +43,7 @@ class TrainConfig:
     deterministic: bool
     activation_checkpointing: str
     compile: bool
+    loss: str
     log_every: int
     straggler_factor: float
     profile: str

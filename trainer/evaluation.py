@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from ckptool import DataPosition, UsageError
 from trainer.config import TrainConfig
 from trainer.data import TrainingData, prepare
+from trainer.loss import batch_loss
 from trainer.metrics import Log
 from trainer.parallel import Ranks
 
@@ -46,10 +46,7 @@ class HeldOut:
             for batch in self.data.micro_batches(
                 self.position, ranks.data_rank, ranks.num_data_ranks, micro_batch_size
             ):
-                positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids.to(ranks.device)}
-                logits = model(input_ids=batch.inputs.to(ranks.device), use_cache=False, **positions).logits
-                labels = batch.labels.to(ranks.device).flatten()
-                loss_sum += F.cross_entropy(logits.flatten(0, 1).float(), labels, reduction="sum")
+                loss_sum += batch_loss(model, batch, ranks.device)
                 num_labels += batch.num_trained()
         model.train()
         total, count = ranks.sum(loss_sum, float(num_labels))

@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from ckptool import CkptoolError
@@ -22,6 +21,7 @@ from trainer.data import TrainingData, open_data, prepare
 from trainer.evaluation import HeldOut
 from trainer.failures import memory_advice
 from trainer.loader import LoaderData
+from trainer.loss import batch_loss, use_chunks
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
@@ -81,6 +81,8 @@ def train(config: TrainConfig) -> None:
             data.restore_lanes(state.lanes)
         else:
             checkpoint.load_weights(state, origin, log)
+        if config.loss == "chunked" and (reason := use_chunks(state.model, ranks.device, config.compile)):
+            log.say(f"note: the loss is plain, not chunked: {reason}")
         held_out = HeldOut.open(config, origin.hf_folder, ranks, log)
         if config.unit == "pack":
             check_documents_apart(state.model, ranks.device)
@@ -212,10 +214,7 @@ def forward_backward(
     fed: list[int] = []
     for number, batch in enumerate(batches, start=1):
         parallel.reduce_gradients(state.model, number == len(batches))
-        positions = {} if batch.position_ids is None else {"position_ids": batch.position_ids.to(ranks.device)}
-        logits = state.model(input_ids=batch.inputs.to(ranks.device), use_cache=False, **positions).logits
-        labels = batch.labels.to(ranks.device)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / num_tokens
+        loss = batch_loss(state.model, batch, ranks.device) / num_tokens
         loss.backward()
         loss_sum += loss.detach()
         fed += batch.units

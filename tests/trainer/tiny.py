@@ -95,6 +95,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "deterministic": False,
         "activation_checkpointing": "none",
         "compile": False,
+        "loss": "chunked",
         "log_every": 100,
         "straggler_factor": 1.5,
         "profile": "",
