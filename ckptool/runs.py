@@ -27,6 +27,9 @@ from ckptool.storage.staging import is_staging, recover, target_of
 POSITION_FILE = "data_position.json"
 _STEP_NAME = re.compile(r"step-(\d+)")
 
+#: Where trainers that save a folder for each part put the model: accelerate and its kin, NeMo.
+_MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_\d+|model|weights")
+
 
 @dataclass(frozen=True)
 class Latest:
@@ -65,8 +68,8 @@ def default_root() -> Path:
 def resolve(name: str | Path, root: Path | None = None) -> Path:
     """The checkpoint that `name` means: a path, a name under `root` (default: `default_root()`), or `latest`.
 
-    An incomplete checkpoint is returned too: reading it says what is wrong. Raises NotFoundError when there is none,
-    naming what is there.
+    A folder in which a trainer has saved each part apart means its model. An incomplete checkpoint is returned too:
+    reading it says what is wrong. Raises NotFoundError when there is none, naming what is there.
     """
     root = default_root() if root is None else root
     # A bare name means the root's checkpoint, even when this folder has something of that name.
@@ -81,6 +84,9 @@ def resolve(name: str | Path, root: Path | None = None) -> Path:
         return _resolve_latest(root)
     with os_errors(str(name)):
         inside = [path for place in places for path in checkpoints_inside(place)]
+    models = [path for path in inside if path.parent in places and _MODEL_FOLDER.fullmatch(path.name)]
+    if len(models) == 1:
+        return models[0]
     if inside:
         candidates = ", ".join(dict.fromkeys(str(path) for path in inside[:5]))
         raise NotFoundError(f"{name} is not a checkpoint, but has some inside", hint=f"did you mean {candidates}?")

@@ -40,6 +40,14 @@ def _show(result: Result, limit: int | None) -> None:
     line(result.target)
     _show_origin(facts)
     line(f"{facts['num_tensors']} tensors in {facts['num_chunks']} chunks, {size(facts['num_bytes'])}")
+    if facts["sections"]:
+        line("sections: " + ", ".join(f"{section} {number}" for section, number in facts["sections"].items()))
+    if facts["dialect"]:
+        line(f"names of the model's tensors: {facts['dialect']}'s")
+    if facts["wrappers"]:
+        line(f"names have parts of wrappers: {', '.join(facts['wrappers'])}")
+    if facts["not_understood"]:
+        line(f"not understood: {facts['not_understood']}")
     for dtype, sums in facts["dtypes"].items():
         line(f"  {dtype:<14} {sums['num_tensors']} tensors, {size(sums['num_bytes'])}")
     for tensor in facts["tensors"]:

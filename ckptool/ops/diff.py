@@ -14,7 +14,7 @@ from ckptool.core.interfaces import Progress, Source
 from ckptool.core.plan import Result
 from ckptool.errors import NotFoundError
 from ckptool.ops.pairs import Pairs, pair_up, same_object
-from ckptool.ops.sources import find_hf, open_any
+from ckptool.ops.sources import compare_models_only, open_any
 from ckptool.ops.tensor_diff import TensorDiff, diff_tensor
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -45,13 +45,16 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints (paths, names under `root`, `latest`) or Hugging Face folders, tensor by tensor.
 
-    `keys` is a glob that names must match. When either side is a Hugging Face folder, the model's tensors alone are
-    compared, under their live names. Memory stays at a few blocks of each side. Raises NotFoundError, DamagedError,
-    UnsafeError, UnsupportedError.
+    `keys` is a glob that names must match. When either side is a Hugging Face folder, or only one has another library's
+    names, the model's tensors alone are compared, under their live names. Memory stays at a few blocks of each side.
+    Raises NotFoundError, DamagedError, UnsafeError, UnsupportedError.
     """
     start = time.monotonic()
-    model_only = find_hf(one, root) is not None or find_hf(other, root) is not None
-    with contextlib.closing(open_any(one, root)) as here, contextlib.closing(open_any(other, root)) as there:
+    model_only = compare_models_only([one, other], root)
+    with (
+        contextlib.closing(open_any(one, root, model_only=model_only)) as here,
+        contextlib.closing(open_any(other, root, model_only=model_only)) as there,
+    ):
         pairs = pair_up(here.manifest, there.manifest, keys, model_only)
         if keys != "*" and not (pairs.both or pairs.only_one or pairs.only_other or pairs.objects):
             raise NotFoundError(f"nothing matches {keys!r}", hint="ckptool inspect shows the names")

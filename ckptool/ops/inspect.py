@@ -11,8 +11,10 @@ from ckptool import runs
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.plan import Result
 from ckptool.core.tensors import TensorEntry
-from ckptool.errors import DamagedError
+from ckptool.errors import CkptoolError, DamagedError
 from ckptool.formats.dcp_metadata import read_manifest
+from ckptool.naming.dialects import find_dialect
+from ckptool.naming.sections import read_sections
 from ckptool.storage.files import read_json
 
 DATA_POSITION_FILE = "data_position.json"
@@ -35,10 +37,27 @@ def inspect(name: str, *, root: Path | None = None, keys: str = "*") -> Result:
         "tensors": [_tensor(t, manifest) for fqn, t in manifest.tensors.items() if fnmatch.fnmatchcase(fqn, keys)],
         "objects": sorted(fqn for fqn in manifest.objects if fnmatch.fnmatchcase(fqn, keys)),
         "files": files,
+        **_naming(manifest),
         "provenance": manifest.provenance.to_json() if manifest.provenance else None,
         "data_position": _data_position(path),
     }
     return Result("inspect", str(path), details=details)
+
+
+def _naming(manifest: Manifest) -> dict[str, Any]:
+    """Entries per section, whose names the model's tensors have ("" for transformers' or unknown ones), and why names
+    are not understood, if so."""
+    try:
+        sections = read_sections(manifest)
+    except CkptoolError as error:
+        return {"sections": {}, "dialect": "", "wrappers": [], "not_understood": str(error)}
+    dialect = find_dialect(sections.model)
+    return {
+        "sections": sections.counts(),
+        "dialect": dialect.name if dialect else "",
+        "wrappers": list(sections.wrappers),
+        "not_understood": "",
+    }
 
 
 def _tensor(entry: TensorEntry, manifest: Manifest) -> dict[str, Any]:

@@ -22,10 +22,11 @@ from ckptool.core.plan import PIECE_BYTES, Plan, Result
 from ckptool.core.rank_files import Stored, assign, band, groups_of_ranks
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import DamagedError, NotFoundError
-from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, PROVENANCE_FILE, read_manifest
+from ckptool.formats.dcp_metadata import METADATA_FILE, PROVENANCE_FILE, read_manifest
 from ckptool.formats.dcp_sink import DcpSink
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.naming.groups import keep_names
+from ckptool.naming.sections import read_sections
 from ckptool.ops.bands import BandSource
 from ckptool.ops.checks.structure import visible_files
 from ckptool.ops.conversion import Execution, convert
@@ -138,9 +139,10 @@ def _open_job(
 
 def _only_model(path: Path, manifest: Manifest) -> Manifest:
     """The model's part of a checkpoint; a name tied to something else becomes a tensor of its own."""
-    tensors = {fqn: entry for fqn, entry in manifest.tensors.items() if fqn.startswith(MODEL_PREFIX)}
+    chosen = set(read_sections(manifest).model.values())
+    tensors = {fqn: entry for fqn, entry in manifest.tensors.items() if fqn in chosen}
     if not tensors:
-        raise NotFoundError(f"{path} has no `model.*` tensors", hint=f"ckptool inspect {path} shows what it holds")
+        raise NotFoundError(f"{path} has no tensors of a model", hint=f"ckptool inspect {path} shows what it holds")
     ties = {alias: canonical for alias, canonical in manifest.ties.items() if alias in tensors and canonical in tensors}
     return dataclasses.replace(manifest, tensors=tensors, objects={}, ties=ties)
 

@@ -1,8 +1,9 @@
-"""Opening whatever the user names - a DCP checkpoint or a Hugging Face folder - under one set of names."""
+"""Opening whatever the user names - any trainer's DCP checkpoint or a Hugging Face folder - under one set of names."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Source
 from ckptool.core.parts import PlanItem
-from ckptool.errors import NotFoundError
-from ckptool.formats.dcp_metadata import MODEL_PREFIX, is_checkpoint
+from ckptool.errors import CkptoolError, NotFoundError
+from ckptool.formats.dcp_metadata import MODEL_PREFIX, is_checkpoint, read_manifest
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_folder import INDEX_NAME
-from ckptool.ops.inputs import open_input
+from ckptool.naming.dialects import find_dialect
+from ckptool.naming.groups import NamePlan, keep_names
+from ckptool.naming.sections import Sections, read_sections
+from ckptool.ops.inputs import open_input, same_bytes
+from ckptool.ops.model_source import ModelSource, find_config
 from ckptool.planner import plan_conversion
 from ckptool.runs import default_root, resolve
 
@@ -23,18 +28,66 @@ from ckptool.runs import default_root, resolve
 _PIECE_BYTES = 32 << 20
 
 
-def open_any(name: str, root: Path | None = None) -> Source:
-    """Open a checkpoint by path or name, or a Hugging Face folder or safetensors file.
+def open_any(name: str, root: Path | None = None, *, model_only: bool = False) -> Source:
+    """Open a checkpoint by path or name, or a Hugging Face folder or safetensors file, so that they can be compared.
 
-    Both serve tensors under `model.<live parameter name>`, so that they can be compared. Raises NotFoundError.
+    A Hugging Face folder serves its tensors under `model.<live parameter name>`; with `model_only` so does a checkpoint
+    of any trainer. Raises NotFoundError, besides what the naming raises.
     """
     hub_form = find_hf(name, root)
     if hub_form is not None:
-        return LiveSource(hub_form)
+        model = open_input(hub_form, None)
+        return LiveSource(str(hub_form), model.source, model.names, model.notes)
     path = Path(name).expanduser()
     if path.is_file():
         raise NotFoundError(f"{path} is neither a checkpoint folder nor a safetensors file")
-    return DcpSource(resolve(path, root))
+    path = resolve(path, root)
+    return _open_model(path) if model_only else DcpSource(path)
+
+
+def compare_models_only(names: Iterable[str], root: Path | None = None) -> bool:
+    """True when not all of these are checkpoints with the same kind of names: their models alone can be compared."""
+    kinds = {_kind(name, root) for name in names}
+    return "hub" in kinds or len(kinds) > 1
+
+
+def _kind(name: str, root: Path | None) -> str:
+    if find_hf(name, root) is not None:
+        return "hub"
+    try:
+        sections = read_sections(read_manifest(resolve(name, root)))
+    except CkptoolError:
+        return "live"  # opening it says what is wrong
+    return "live" if _is_live(sections) else "other"
+
+
+def _is_live(sections: Sections) -> bool:
+    """True for the names of our own checkpoints; one without a model has no others to offer."""
+    is_plain = all(MODEL_PREFIX + name == fqn for name, fqn in sections.model.items())
+    return is_plain and find_dialect(sections.model) is None
+
+
+def _open_model(path: Path) -> Source:
+    manifest = read_manifest(path)
+    if manifest.provenance is not None and _is_live(read_sections(manifest)):
+        return DcpSource(path)
+    from ckptool.naming.live_names import plan_live
+    from ckptool.naming.meta_model import build_meta_model, read_config
+
+    source = ModelSource(path)
+    entries = {fqn.removeprefix(MODEL_PREFIX): entry for fqn, entry in source.manifest.tensors.items()}
+    folder = find_config(path, "")
+    if read_config(folder.path, len(entries), source.manifest.num_bytes) is None:
+        if dialect := find_dialect(entries):
+            raise NotFoundError(
+                f"{path} has the names of {dialect.name}, and no config.json says which model it is",
+                hint=f"put the model's config.json into {folder.path}",
+            )
+        names = keep_names({name: entry.shape for name, entry in entries.items()}, None, "")
+    else:
+        model = build_meta_model(folder.path)
+        names = plan_live(model, entries, lambda a, b: same_bytes(source, MODEL_PREFIX + a, MODEL_PREFIX + b))
+    return LiveSource(str(path), source, names, (*source.notes, *folder.notes), source_prefix=MODEL_PREFIX)
 
 
 def find_hf(name: str, root: Path | None = None) -> Path | None:
@@ -52,18 +105,20 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 class LiveSource:
-    """A Hugging Face folder that serves its tensors under their live names, converted group by group where needed."""
+    """Another source's tensors under their live names, converted group by group where needed."""
 
-    def __init__(self, path: Path) -> None:
-        model = open_input(path, None)
-        self._inner, names = model.source, model.names
+    def __init__(
+        self, location: str, inner: Source, names: NamePlan, notes: Iterable[str], source_prefix: str = ""
+    ) -> None:
+        self._inner = inner
         plan = plan_conversion(
             "read",
             self._inner.manifest,
             names,
-            str(path),
+            location,
             cut=stream_tensor,
             piece_bytes=_PIECE_BYTES,
+            source_prefix=source_prefix,
             target_prefix=MODEL_PREFIX,
         )
         self._items: dict[str, PlanItem] = {entry.fqn: item for item in plan.items for entry in item.targets}
@@ -74,8 +129,8 @@ class LiveSource:
             tensors[alias] = dataclasses.replace(tensors[canonical], fqn=alias)
             self._items[alias] = self._items[canonical]
         self._canonical = ties
-        self.notes = (*model.notes, *plan.notes)
-        self.manifest = Manifest(str(path), tensors, ties=ties, files=self._inner.manifest.files)
+        self.notes = (*notes, *plan.notes)
+        self.manifest = Manifest(location, tensors, ties=ties, files=self._inner.manifest.files)
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         item = self._items[fqn]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.findings import Finding, exit_code
-from ckptool.core.interfaces import Progress, Source
+from ckptool.core.interfaces import Progress
 from ckptool.core.plan import Result
 from ckptool.errors import DamagedError, UsageError
 from ckptool.formats.dcp_source import DcpSource
@@ -23,7 +23,7 @@ from ckptool.ops.checks.hf_folder import check_hf_folder, config_dtype
 from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import Structure, check_structure, visible_files
 from ckptool.ops.checks.values import ValueChecks, check_values
-from ckptool.ops.sources import find_hf, open_any
+from ckptool.ops.sources import compare_models_only, find_hf, open_any
 from ckptool.runs import resolve
 
 LEVELS = ("structure", "bytes", "content")
@@ -136,7 +136,7 @@ def _check_checkpoint(path: Path, wanted: _Wanted) -> _Checked:
     if wanted.level == "content" or wanted.finite:
         _check_content(path, manifest, structure, wanted, checked)
     if wanted.against is not None:
-        _check_against(path, lambda: DcpSource(path), wanted, checked)
+        _check_against(path, wanted, checked)
     return checked
 
 
@@ -175,15 +175,15 @@ def _check_content(path: Path, manifest: Manifest, structure: Structure, wanted:
     checked.num_bytes += num_bytes
 
 
-def _check_against(path: Path, open_source: Callable[[], Source], wanted: _Wanted, checked: _Checked) -> None:
-    """Compare with another checkpoint; with the model's tensors alone where either side is a Hugging Face folder."""
+def _check_against(path: Path, wanted: _Wanted, checked: _Checked) -> None:
+    """Compare with another checkpoint; with the model's tensors alone where the two sides have other kinds of names."""
     from ckptool.ops.checks.against import check_against
 
     src = str(wanted.against)
-    model_only = find_hf(src, wanted.root) is not None or find_hf(str(path), wanted.root) is not None
-    with contextlib.closing(open_any(src, wanted.root)) as other:
+    model_only = compare_models_only([src, str(path)], wanted.root)
+    with contextlib.closing(open_any(src, wanted.root, model_only=model_only)) as other:
         try:
-            source = open_source()
+            source = open_any(str(path), model_only=model_only)
         except DamagedError as error:
             _note_skipped(checked, error)
             return
@@ -229,5 +229,5 @@ def _check_hf(path: Path, wanted: _Wanted) -> _Checked:
         except DamagedError as error:
             _note_skipped(checked, error)
     if wanted.against is not None:
-        _check_against(path, lambda: open_any(str(path)), wanted, checked)
+        _check_against(path, wanted, checked)
     return checked
