@@ -56,30 +56,33 @@ MODELS = {
     "small-qwen3": _sizes(_QWEN, 6, 256, 768, 8, 4, vocab_size=4096, head_dim=32),
 }
 
-#: (model, sequence length, micro batch, micro-steps, --param-dtype, --activation-checkpointing)
+#: (model, sequence length, micro batch, micro-steps, --param-dtype, --activation-checkpointing, --loss)
 ROWS = {
     "cuda": [
-        ("qwen3-0.6b", 4096, 1, 1, "fp32", "none"),
-        ("qwen3-0.6b", 4096, 4, 1, "fp32", "block"),
-        ("llama-1b", 2048, 1, 1, "fp32", "none"),
-        ("llama-1b", 4096, 2, 1, "fp32", "none"),
-        ("llama-1b", 4096, 8, 1, "fp32", "block"),
-        ("llama-1b", 4096, 1, 4, "fp32", "none"),
-        ("llama-1b", 4096, 1, 1, "bf16", "block"),
-        ("llama-3b", 4096, 1, 1, "fp32", "none"),
-        ("llama-3b", 8192, 2, 1, "fp32", "block"),
-        ("qwen3-4b", 4096, 2, 1, "fp32", "block"),
-        ("llama-7b", 4096, 1, 1, "bf16", "none"),
-        ("llama-7b", 4096, 4, 1, "bf16", "block"),
+        ("qwen3-0.6b", 4096, 1, 1, "fp32", "none", "chunked"),
+        ("qwen3-0.6b", 4096, 1, 1, "fp32", "none", "plain"),
+        ("qwen3-0.6b", 4096, 4, 1, "fp32", "block", "chunked"),
+        ("llama-1b", 2048, 1, 1, "fp32", "none", "chunked"),
+        ("llama-1b", 4096, 2, 1, "fp32", "none", "chunked"),
+        ("llama-1b", 4096, 2, 1, "fp32", "none", "plain"),
+        ("llama-1b", 4096, 8, 1, "fp32", "block", "chunked"),
+        ("llama-1b", 4096, 1, 4, "fp32", "none", "chunked"),
+        ("llama-1b", 4096, 1, 1, "bf16", "block", "chunked"),
+        ("llama-3b", 4096, 1, 1, "fp32", "none", "chunked"),
+        ("llama-3b", 8192, 2, 1, "fp32", "block", "chunked"),
+        ("qwen3-4b", 4096, 2, 1, "fp32", "block", "chunked"),
+        ("llama-7b", 4096, 1, 1, "bf16", "none", "chunked"),
+        ("llama-7b", 4096, 4, 1, "bf16", "block", "chunked"),
     ],
     "cpu": [
-        ("small-llama", 512, 1, 1, "fp32", "none"),
-        ("small-llama", 512, 4, 1, "fp32", "block"),
-        ("small-llama", 16, 1, 1, "fp32", "none"),
-        ("small-llama", 16, 1, 3, "fp32", "none"),
-        ("small-llama", 512, 2, 1, "bf16", "none"),
-        ("small-qwen3", 512, 2, 1, "fp32", "none"),
-        ("small-qwen3", 512, 4, 1, "fp32", "block"),
+        ("small-llama", 512, 1, 1, "fp32", "none", "chunked"),
+        ("small-llama", 512, 1, 1, "fp32", "none", "plain"),
+        ("small-llama", 512, 4, 1, "fp32", "block", "chunked"),
+        ("small-llama", 16, 1, 1, "fp32", "none", "chunked"),
+        ("small-llama", 16, 1, 3, "fp32", "none", "chunked"),
+        ("small-llama", 512, 2, 1, "bf16", "none", "chunked"),
+        ("small-qwen3", 512, 2, 1, "fp32", "none", "chunked"),
+        ("small-qwen3", 512, 4, 1, "fp32", "block", "chunked"),
     ],
 }
 
@@ -106,7 +109,7 @@ def compare(device: str, only: str, results: Path) -> None:
 
 def measure(device: str, model: str, *setting: Any) -> dict[str, Any]:
     """One row: the estimate, and what a process of its own measured or why it failed."""
-    names = ("seq_len", "micro_batch_size", "num_micro_steps", "param_dtype", "checkpointing")
+    names = ("seq_len", "micro_batch_size", "num_micro_steps", "param_dtype", "checkpointing", "loss")
     row: dict[str, Any] = {"model": model, **dict(zip(names, setting, strict=True))}
     with tempfile.TemporaryDirectory(prefix="estimate-") as name:
         (Path(name) / "config.json").write_text(json.dumps(MODELS[model]))
@@ -131,7 +134,7 @@ def estimated(folder: Path, row: dict[str, Any], device: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "ckptool", "estimate", str(folder), "--json", "--gpus", "1", "--gpu-memory", "1TB"]
     command += ["--seq-len", str(row["seq_len"]), "--micro-batch-size", str(row["micro_batch_size"])]
     command += ["--global-batch-size", str(row["micro_batch_size"] * row["num_micro_steps"])]
-    command += ["--param-dtype", row["param_dtype"], "--compute-dtype", "bf16"]
+    command += ["--param-dtype", row["param_dtype"], "--compute-dtype", "bf16", "--loss", row["loss"]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise click.ClickException(done.stderr.strip())
@@ -143,15 +146,15 @@ def estimated(folder: Path, row: dict[str, Any], device: str) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of the rows."""
     lines = [
-        "| model | tokens | micro-steps | weights | checkpointing | estimate GB | measured GB | ratio | peak at |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | tokens | micro-steps | weights | checkpointing | loss | estimate GB | measured GB | ratio | at |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         measured = f"{row['measured_bytes'] / 1e9:.3f}" if "measured_bytes" in row else row["error"]
         lines.append(
             f"| {row['model']} | {row['micro_batch_size']} x {row['seq_len']} | {row['num_micro_steps']} "
-            f"| {row['param_dtype']} | {row['checkpointing']} | {row['estimated_bytes'] / 1e9:.3f} | {measured} "
-            f"| {row.get('ratio', '')} | {row['moment']} |"
+            f"| {row['param_dtype']} | {row['checkpointing']} | {row['loss']} | {row['estimated_bytes'] / 1e9:.3f} "
+            f"| {measured} | {row.get('ratio', '')} | {row['moment']} |"
         )
     return "\n".join(lines)
 
@@ -186,6 +189,7 @@ def train_steps(device: str, folder: Path, row: dict[str, Any]) -> None:
     from trainer.build import build_state
     from trainer.checkpoint import Origin
     from trainer.config import TrainConfig
+    from trainer.loss import use_chunks
     from trainer.train import clip_gradients, forward_backward
     from trainer.units import MicroBatch
 
@@ -206,6 +210,8 @@ def train_steps(device: str, folder: Path, row: dict[str, Any]) -> None:
         with torch.no_grad():
             for parameter in state.parameters().values():
                 parameter.fill_(1.0) if parameter.ndim < 2 else parameter.normal_(0, 0.02)
+        if row["loss"] == "chunked" and (reason := use_chunks(state.model, ranks.device)):
+            raise click.ClickException(reason)
         for _ in range(NUM_STEPS):
             batches = [
                 MicroBatch((), torch.randint(vocab, tokens), torch.randint(vocab, tokens))

@@ -37,6 +37,13 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss", "buffers
 @click.option("--param-dtype", type=_DTYPE, default="fp32", show_default=True, help="Dtype of the trained weights.")
 @click.option("--optimizer-dtype", type=_DTYPE, help="Dtype of AdamW's state (default: the weights', as the trainer).")
 @click.option("--compute-dtype", type=_DTYPE, default="bf16", show_default=True, help="Dtype of the computation.")
+@click.option(
+    "--loss",
+    type=click.Choice(["chunked", "plain"]),
+    default="chunked",
+    show_default=True,
+    help="Logits some tokens at a time, or all at once.",
+)
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @output_options
 def command(*, src: str, as_json: bool, quiet: bool, **setting: Any) -> None:

@@ -65,7 +65,10 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """One rank's part of a step. `num_shards` ranks share the parameters; `num_micro_steps` are accumulated."""
+    """One rank's part of a step. `num_shards` ranks share the parameters; `num_micro_steps` are accumulated.
+
+    The head and the loss are computed for at most `loss_chunk_elements` logits at a time, or for all at once (None).
+    """
 
     seq_len: int
     micro_batch_size: int = 1
@@ -74,6 +77,7 @@ class TrainingSetup:
     parameter_bytes: int = 4
     optimizer_bytes: int = 4
     compute_bytes: int = 2
+    loss_chunk_elements: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -117,20 +121,18 @@ def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) ->
 
     kept, running = _activations(model, setup, checkpointing)
     kept_per_block = kept // max(1, model.num_blocks)
-    logits = model.vocab * setup.num_tokens * compute
+    loss = _loss(model, setup)
     states = weights + optimizer
-    at_backward = states + (root + model.head_parameters) * compute + logits + block_buffers + running
+    at_backward = states + (root + model.head_parameters) * compute + block_buffers + running
     moments = {
-        "loss": states + root * compute + accumulated + kept + loss_bytes(model.vocab, setup),
+        "loss": states + root * compute + accumulated + kept + loss,
         "last block's backward": at_backward + accumulated + kept,
         "first block's backward": at_backward + gradients + kept_per_block,
-        "reduction of the root's gradients": states + gradients + logits + root_reduction,
+        "reduction of the root's gradients": states + gradients + root_reduction,
     }
     moment = max(moments, key=lambda name: moments[name])
     buffers = max(root * compute + block_buffers, root_reduction) + accumulated
-    return Memory(
-        weights, gradients, optimizer, kept + running, loss_bytes(model.vocab, setup), buffers, moments[moment], moment
-    )
+    return Memory(weights, gradients, optimizer, kept + running, loss, buffers, moments[moment], moment)
 
 
 def ddp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> Memory:
@@ -142,21 +144,14 @@ def ddp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> 
     weights, gradients, optimizer = _states(model, setup)
     casts = model.num_parameters * setup.compute_bytes if setup.compute_bytes < setup.parameter_bytes else 0
     kept, running = _activations(model, setup, checkpointing)
-    logits = model.vocab * setup.num_tokens * setup.compute_bytes
+    loss = _loss(model, setup)
     states = weights + gradients + optimizer + casts + kept
     moments = {
-        "loss": states + loss_bytes(model.vocab, setup),
-        "last block's backward": states + logits + running,
+        "loss": states + loss,
+        "last block's backward": states + running,
     }
     moment = max(moments, key=lambda name: moments[name])
-    loss = loss_bytes(model.vocab, setup)
     return Memory(weights, gradients, optimizer, kept + running, loss, casts, moments[moment], moment)
-
-
-def loss_bytes(vocab: int, setup: TrainingSetup) -> int:
-    """The logits and what the cross entropy makes of them: in its backward pass the logits as computed, the fp32
-    log-probabilities, their gradient, and that of the logits."""
-    return setup.num_tokens * vocab * (setup.compute_bytes + 3 * _FP32_BYTES)
 
 
 def fewest_gpus(fits: Callable[[int], bool], step: int, limit: int = MAX_GPUS) -> int | None:
@@ -170,6 +165,24 @@ def _states(model: ModelSizes, setup: TrainingSetup) -> tuple[int, int, int]:
     """A rank's weights, gradients (in the weights' dtype) and optimizer state."""
     held = math.ceil(model.num_parameters / setup.num_shards)
     return held * setup.parameter_bytes, held * setup.parameter_bytes, held * _NUM_MOMENTS * setup.optimizer_bytes
+
+
+def _loss(model: ModelSizes, setup: TrainingSetup) -> int:
+    """What the head's output and the cross entropy take at their worst.
+
+    All at once: in the backward pass the log-probabilities, their gradient, and that of the logits, in fp32. In chunks:
+    of a chunk the logits as computed and in fp32, the probabilities, the labels as such, and the difference; and of all
+    tokens the gradients of head and hidden states.
+    """
+    compute, elements = setup.compute_bytes, setup.num_tokens * model.vocab
+    if setup.loss_chunk_elements is None:
+        return elements * 3 * _FP32_BYTES
+    num_chunks = math.ceil(elements / setup.loss_chunk_elements)
+    chunk = math.ceil(setup.num_tokens / num_chunks) * model.vocab
+    widened = _FP32_BYTES if compute < _FP32_BYTES else 0
+    gradients = model.head_parameters * _FP32_BYTES + setup.num_tokens * model.hidden * compute
+    of_head = model.head_parameters * (_FP32_BYTES + compute)  # the gradient scaled, and cast
+    return gradients + max(chunk * (compute + widened + 3 * _FP32_BYTES), of_head)
 
 
 def _activations(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> tuple[int, int]:

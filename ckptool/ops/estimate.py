@@ -21,6 +21,9 @@ from ckptool.core.plan import Result
 from ckptool.errors import DamagedError, UnsupportedError, UsageError
 from ckptool.hub import locate_config
 
+#: How the trainer computes the loss, by its --loss: the logits that are in memory at a time (None: all).
+LOSSES = {"chunked": 1 << 28, "plain": None}
+
 #: Bytes of the dtypes that weights, optimizer and computation may have.
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -67,24 +70,29 @@ def estimate(
     param_dtype: str = "fp32",
     optimizer_dtype: str | None = None,
     compute_dtype: str = "bf16",
+    loss: str = "chunked",
     revision: str | None = None,
 ) -> Result:
     """Say what each of `num_gpus` GPUs of `gpu_bytes` needs to train the model of `src`: a Hub id, of which only the
     config is fetched, a folder with a config.json, or a checkpoint.
 
     `seq_len` in tokens, the batch sizes in sequences, a global one over all ranks (default: one micro batch a rank).
-    Dtypes are keys of DTYPE_BYTES, that of the optimizer by default the weights', as the trainer has it. `details` has
-    the model's sizes and `ways`: DDP and FSDP2, without and with activation checkpointing, each with the fields of
-    `core.memory.Memory`, `needed_bytes`, `fits` and `fewest_gpus` (None: no number is enough).
+    `loss` is a key of LOSSES; dtypes are keys of DTYPE_BYTES, that of the optimizer by default the weights', as the
+    trainer has it. `details` has the model's sizes and `ways`: DDP and FSDP2, without and with activation
+    checkpointing, each with the fields of `core.memory.Memory`, `needed_bytes`, `fits` and `fewest_gpus` (None: no
+    number is enough).
     Raises UsageError, NotFoundError, DamagedError or UnsupportedError, one line each.
     """
     ranks = Ranks(num_gpus, dp_replicate, tp)
+    if loss not in LOSSES:
+        raise UsageError(f"there is no loss {loss!r}: choose one of {', '.join(LOSSES)}")
     setup = TrainingSetup(
         seq_len,
         micro_batch_size,
         parameter_bytes=_dtype_bytes(param_dtype),
         optimizer_bytes=_dtype_bytes(optimizer_dtype or param_dtype),
         compute_bytes=_dtype_bytes(compute_dtype),
+        loss_chunk_elements=LOSSES[loss] if tp == 1 else None,  # a head that is split has the plain loss
     )
     if min(seq_len, micro_batch_size, gpu_bytes) < 1:
         raise UsageError("the sequence length, the micro batch and the memory of a GPU must be positive")

@@ -49,8 +49,15 @@ def test_checkpointing_keeps_only_the_blocks_inputs() -> None:
     assert needs[1] - needs[0] == 32 * 4096 * 4096 * 2
 
 
-def test_the_loss_takes_14_bytes_a_logit_in_bf16() -> None:
-    assert fsdp_memory(LLAMA_7B, BF16_WEIGHTS, False).loss_bytes == 4096 * 32_000 * 14
+def test_the_loss_takes_12_bytes_a_logit() -> None:
+    assert fsdp_memory(LLAMA_7B, BF16_WEIGHTS, False).loss_bytes == 4096 * 32_000 * 12
+
+
+def test_a_chunked_loss_takes_18_bytes_a_logit_of_a_chunk_and_the_gradients() -> None:
+    gradients = LLAMA_7B.head_parameters * 4 + 4096 * LLAMA_7B.hidden * 2
+    for chunk_elements, chunk_tokens in ((4096 * 32_000, 4096), (4095 * 32_000, 2048)):
+        chunked = replace(BF16_WEIGHTS, loss_chunk_elements=chunk_elements)
+        assert fsdp_memory(LLAMA_7B, chunked, False).loss_bytes == gradients + chunk_tokens * 32_000 * 18
 
 
 def test_gradients_and_activations_are_not_all_there_at_once() -> None:

@@ -90,6 +90,7 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
         ({"num_gpus": 8, "global_batch_size": 4}, UsageError),
         ({"seq_len": 0}, UsageError),
         ({"param_dtype": "int8"}, UsageError),
+        ({"loss": "hinge"}, UsageError),
     ],
 )
 def test_settings_that_can_not_be_are_refused(folder: Path, options: dict[str, Any], error: type[CkptoolError]) -> None:
