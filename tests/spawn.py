@@ -16,10 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A fork server imports torch once; each rank is then a cheap fork of it (a plain spawn costs seconds of CPU per rank).
+# A fork server imports the slow libraries once; each rank is then a cheap fork of it (a plain spawn costs seconds of CPU
+# per rank).
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp"]
+    [
+        *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp"),
+        *("transformers.models.llama.modeling_llama", "trainer.train"),
+    ]
 )
 
 

@@ -6,14 +6,14 @@ import torch
 
 from ckptool import DataPosition, UsageError
 from trainer import checkpoint, parallel
-from trainer.checkpoint import Origin, TrainingState
+from trainer.checkpoint import Origin, TrainingState, trained_parameters
 from trainer.config import TrainConfig
+from trainer.lora import Adapter, add_adapter, init_adapter
 from trainer.model import (
     build_meta_model,
     checkpoint_activations,
     materialize,
     named_blocks,
-    named_parameters,
     tie,
     ties_of,
 )
@@ -27,8 +27,14 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     dtype = checkpoint.param_dtype(config.param_dtype, origin)
     if config.stochastic_rounding and dtype != torch.bfloat16:
         raise UsageError("--stochastic-rounding is for bf16 weights", hint="--param-dtype bf16")
-    model = build_meta_model(origin.hf_folder, dtype, tie_embeddings=not origin.provenance.untied)
+    adapter, computed = Adapter.of(config), compute_dtype(config.compute_dtype, ranks.device)
+    # Weights that are not trained are kept in the dtype that they are computed with anyway.
+    model = build_meta_model(
+        origin.hf_folder, computed if adapter else dtype, tie_embeddings=not origin.provenance.untied
+    )
     ties = ties_of(model)
+    if adapter:
+        add_adapter(model, adapter, dtype)
     if config.tp > 1:
         split_tensors(model, ranks.mesh[parallel.TENSOR_AXIS], ties)
         tie(model, ties)
@@ -38,13 +44,15 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     if config.compile:
         for block in blocks:
             block.compile()
-    parallel.shard(model, blocks, ranks, compute_dtype(config.compute_dtype, ranks.device), config.cpu_offload)
+    parallel.shard(model, blocks, ranks, computed, config.cpu_offload)
     materialize(model, ranks.device, ties, config.cpu_offload)
-    parameters = {name: p for name, p in named_parameters(model).items() if name not in ties}
+    if adapter:
+        init_adapter(model, config.seed)
+    parameters = trained_parameters(model, ties, adapter is not None)
     optimizer = build_optimizer(
         parameters, config.lr, config.weight_decay, config.seed if config.stochastic_rounding else None
     )
-    return TrainingState(model, optimizer, ties, position)
+    return TrainingState(model, optimizer, ties, position, adapter)
 
 
 def compute_dtype(option: str, device: torch.device) -> torch.dtype:

@@ -28,6 +28,7 @@ from ckptool import (
     UsageError,
 )
 from trainer.config import TrainConfig
+from trainer.lora import Adapter, is_adapter_name
 from trainer.metrics import Log
 from trainer.model import model_state, named_parameters
 from trainer.optimizer import optimizer_state, restore_groups
@@ -36,13 +37,16 @@ from trainer.parallel import Ranks
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run resumes or begins from. `passed_over` gives newer ones and what is wrong with each."""
+    """The checkpoint that a run resumes or begins from. `passed_over` gives newer ones and what is wrong with each;
+    `base` is where the weights under an adapter are, None without one, and `adapter` what provenance says of it."""
 
     path: Path
     is_resume: bool
     provenance: Provenance
     stored_dtypes: tuple[str, ...]
     passed_over: tuple[tuple[str, str], ...] = ()
+    base: Path | None = None
+    adapter: dict[str, Any] = field(default_factory=dict)
 
     @property
     def hf_folder(self) -> Path:
@@ -50,7 +54,8 @@ class Origin:
 
     def describe(self) -> list[str]:
         lines = [f"passed over {name}: {reason}" for name, reason in self.passed_over]
-        return [*lines, f"{'resuming' if self.is_resume else 'beginning'} from {self.path}"]
+        lines += [f"{'resuming' if self.is_resume else 'beginning'} from {self.path}"]
+        return lines + ([f"training an adapter on the weights of {self.base}"] if self.base else [])
 
 
 @dataclass
@@ -62,6 +67,7 @@ class TrainingState:
     optimizer: torch.optim.Optimizer
     ties: dict[str, str]
     position: DataPosition
+    adapter: Adapter | None = None
     fed: Fed = field(default_factory=lambda: Fed(0))
     step: int = 0
     lanes: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -69,12 +75,21 @@ class TrainingState:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by checkpoint name, a tied one once."""
-        return {name: p for name, p in named_parameters(self.model).items() if name not in self.ties}
+        return trained_parameters(self.model, self.ties, self.adapter is not None)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's tensors that are stored: all, or the adapter's."""
+        stored = model_state(self.model, self.ties)
+        return {name: t for name, t in stored.items() if is_adapter_name(name)} if self.adapter else stored
+
+    def base_weights(self) -> dict[str, torch.Tensor]:
+        """The model's tensors that a checkpoint without an adapter holds."""
+        return {name: t for name, t in model_state(self.model, self.ties).items() if not is_adapter_name(name)}
 
     def state_dict(self) -> dict[str, Any]:
         """What is stored; its tensors share memory with the model and the optimizer."""
         return {
-            "model": model_state(self.model, self.ties),
+            "model": self.weights(),
             "optim": optimizer_state(self.optimizer, self.parameters()),
             "step": torch.tensor(self.step, dtype=torch.int64),
             "data": {
@@ -85,6 +100,14 @@ class TrainingState:
         }
 
 
+def trained_parameters(
+    model: PreTrainedModel, ties: dict[str, str], only_adapter: bool
+) -> dict[str, torch.nn.Parameter]:
+    """All parameters by checkpoint name, a tied one once; or those of the adapter alone."""
+    parameters = {name: p for name, p in named_parameters(model).items() if name not in ties}
+    return {name: p for name, p in parameters.items() if is_adapter_name(name)} if only_adapter else parameters
+
+
 def find_origin(config: TrainConfig) -> Origin:
     """Decide what the run goes on or begins from.
 
@@ -93,6 +116,9 @@ def find_origin(config: TrainConfig) -> Origin:
     the next resume would take it for this run's.
     """
     origin = _resumed(config) or _initial(config)
+    if adapter := _adapter_of(config, origin):
+        base = _base_of(adapter, config, origin)
+        origin = replace(origin, base=base, adapter=adapter.record(base))
     free_again = {name for name, _ in origin.passed_over}
     first = origin.provenance.step if origin.is_resume else 0
     taken = [path.name for path in config.root.glob("step-*") if _step_of(path) > first]
@@ -103,6 +129,38 @@ def find_origin(config: TrainConfig) -> Origin:
             hint="--resume auto goes on from the newest; or choose another --root",
         )
     return origin
+
+
+def _adapter_of(config: TrainConfig, origin: Origin) -> Adapter | None:
+    """The adapter to train. Raises MismatchError when the origin has one and the options not, or the other way."""
+    adapter, stored = Adapter.of(config), origin.provenance.adapter
+    if adapter is None:
+        if not stored:
+            return None
+        raise MismatchError(
+            f"{origin.path} holds an adapter of rank {stored.get('rank')}, no whole model",
+            hint=f"--lora-rank {stored.get('rank')} goes on with it; all weights: --init-from {stored.get('base')} "
+            "and another --root",
+        )
+    if not origin.is_resume and stored:
+        raise MismatchError(f"{origin.path} is an adapter itself", hint=f"--init-from {stored.get('base')}")
+    if origin.is_resume and not stored:
+        raise MismatchError(
+            f"{origin.path} is of a run that trains all weights; it can't go on with an adapter",
+            hint=f"an adapter on these weights: --init-from {origin.path} and another --root",
+        )
+    return adapter
+
+
+def _base_of(adapter: Adapter, config: TrainConfig, origin: Origin) -> Path:
+    """The checkpoint whose weights the adapter is trained on. Raises MismatchError when it was trained on others."""
+    if not origin.is_resume:
+        return origin.path
+    stored = origin.provenance.adapter
+    adapter.check_same(stored, origin.path)
+    base = ckptool.resolve(config.init_from or str(stored.get("base")), config.root)
+    adapter.check_base(stored, base)
+    return base
 
 
 def _step_of(path: Path) -> int:
@@ -150,9 +208,10 @@ def _open(path: Path, is_resume: bool, passed_over: tuple[tuple[str, str], ...] 
         raise UsageError(f"{path} holds no model", hint="ckptool inspect shows what it holds")
     if is_resume and "data.record" not in manifest.objects:
         raise UsageError(f"{path} is no training checkpoint, so it can't be resumed", hint=f"--init-from {path.name}")
-    ckptool.read_config(path / "hf", len(weights), sum(tensor.num_bytes for tensor in weights))
     dtypes = tuple(sorted({t.dtype for t in weights if getattr(torch, t.dtype).is_floating_point}))
     provenance = manifest.provenance or Provenance(tool_version=ckptool.__version__)
+    if not provenance.adapter:  # the config is of the base, which was held against it
+        ckptool.read_config(path / "hf", len(weights), sum(tensor.num_bytes for tensor in weights))
     return Origin(path, is_resume, provenance, dtypes, passed_over)
 
 
@@ -161,8 +220,7 @@ def load_weights(state: TrainingState, origin: Origin, log: Log) -> None:
     wanted = sorted({str(p.dtype).removeprefix("torch.") for p in state.parameters().values()})
     if list(origin.stored_dtypes) != wanted:
         log.say(f"weights stored as {', '.join(origin.stored_dtypes)} are trained as {', '.join(wanted)}")
-    weights = {"model": model_state(state.model, state.ties)}
-    ckptool.load(weights, origin.path, allow_cast=True)
+    ckptool.load({"model": state.base_weights()}, origin.path, allow_cast=True)
 
 
 def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: str = "") -> None:
@@ -174,6 +232,8 @@ def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: s
     # As many lanes as there are in the checkpoint: whether these are the right ones is for the data to say.
     state.lanes = _stored_lanes(origin.path)
     stored = state.state_dict()
+    if origin.base:
+        ckptool.load({"model": state.base_weights()}, origin.base, allow_cast=True)
     ckptool.load(stored, origin.path)
     step = int(stored["step"])
     record = DataPosition.from_json(stored["data"]["record"], f"{origin.path}: data.record", num_steps=step)
@@ -209,6 +269,7 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
     ranks.from_rank0(lambda: _clear_way(target, origin, log))
     state.position = state.position.with_history(ranks.gather_data(state.fed))
     state.fed = Fed(state.position.consumed)
+    ties = {} if state.adapter else state.ties  # an adapter's checkpoint holds neither end of a tie
     provenance = replace(
         origin.provenance,
         tool_version=ckptool.__version__,
@@ -216,15 +277,15 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
         step=state.step,
         world_size=ranks.world_size,
         mesh=ranks.axes,
-        ties=state.ties,
+        ties=ties,
+        adapter=origin.adapter,
         libraries={"torch": torch.__version__, "transformers": transformers.__version__},
     )
-    ties = {f"model.{alias}": f"model.{canonical}" for alias, canonical in state.ties.items()}
     ckptool.save(
         state.state_dict(),
         target,
         provenance=provenance,
-        ties=ties,
+        ties={f"model.{alias}": f"model.{canonical}" for alias, canonical in ties.items()},
         side_folder=_side_folder(state, origin),
         position=state.position,
     )
@@ -238,8 +299,8 @@ def _prune(config: TrainConfig, origin: Origin, log: Log) -> None:
     """Remove what the run doesn't keep, now that a newer checkpoint is on the disk. Never a reason to stop training."""
     if not (config.keep_last or config.keep_every):
         return
-    # Every save copies the side files of the origin, so that one stays.
-    in_use = (origin.path.name,)
+    # Every save copies the side files of the origin, and adapters need their base: these stay.
+    in_use = tuple(path.name for path in (origin.path, origin.base) if path)
     try:
         result = ckptool.prune(config.root, keep_last=config.keep_last, keep_every=config.keep_every, in_use=in_use)
     except CkptoolError as error:

@@ -206,6 +206,26 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default=False,
 )
 @_option(
+    "--lora-rank",
+    "Freeze the model and train a LoRA adapter of this rank; checkpoints hold the adapter only (a few per cent of the "
+    "model), and need the base beside them. 8 to 64 are usual; 0 trains all weights.",
+    type=click.IntRange(0),
+    default=0,
+)
+@_option(
+    "--lora-alpha",
+    "The adapter's output is scaled by this number over the rank; 0: twice the rank.",
+    type=click.FloatRange(0),
+    default=0,
+)
+@_option(
+    "--lora-targets",
+    "Layers that get an adapter, by the last words of their names, as q_proj,v_proj; all-linear: every linear layer "
+    "but the output head.",
+    metavar="NAMES",
+    default="all-linear",
+)
+@_option(
     "--compute-dtype",
     "Dtype of the forward and backward pass; auto: bf16 on cuda, fp32 on cpu (bf16 is ten times slower on most CPUs).",
     type=click.Choice(["auto", "bf16", "fp32"]),

@@ -9,6 +9,9 @@ from typing import Any
 
 from ckptool import NotFoundError, UsageError
 
+#: The value of --lora-targets that names every linear layer but the output head.
+ALL_LINEAR = "all-linear"
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -52,6 +55,9 @@ class TrainConfig:
     eval_units: int
     param_dtype: str
     stochastic_rounding: bool
+    lora_rank: int
+    lora_alpha: float
+    lora_targets: str
     compute_dtype: str
     log_samples: bool
 
@@ -64,6 +70,10 @@ class TrainConfig:
                 f"{num_data_ranks} ranks can't share a global batch of {self.global_batch_size} windows",
                 hint="raise --global-batch-size, or start fewer ranks",
             )
+        if not self.lora_rank and (self.lora_alpha or self.lora_targets != ALL_LINEAR):
+            raise UsageError("--lora-alpha and --lora-targets say nothing without --lora-rank", hint="--lora-rank 16")
+        if self.lora_rank and self.tp > 1:
+            raise UsageError("--lora-rank can't be had with --tp", hint="one of the two; FSDP2 shards an adapter too")
 
     def saves_after(self, step: int) -> bool:
         """True when a checkpoint is due once `step` steps are done."""

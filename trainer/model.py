@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 
 from ckptool import NotFoundError, UnsupportedError
 
-_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
+#: What wrappers put into names (torch's of activation checkpointing, peft's of an adapter), and what checkpoints have.
+_WRAPPED = {
+    "_checkpoint_wrapped_module.": "",
+    ".base_layer.": ".",
+    ".lora_A.default.": ".lora_A.",
+    ".lora_B.default.": ".lora_B.",
+}
 
 
 def build_meta_model(hf_folder: Path, dtype: torch.dtype, tie_embeddings: bool = True) -> PreTrainedModel:
@@ -148,4 +154,6 @@ def _is_untouched(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _bare(name: str) -> str:
-    return name.replace(_WRAPPER_PREFIX, "")
+    for wrapped, bare in _WRAPPED.items():
+        name = name.replace(wrapped, bare)
+    return name

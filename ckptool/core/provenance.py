@@ -30,7 +30,8 @@ class Provenance:
     Names are live parameter names, without the `model.` prefix. `ties` maps an alias to the parameter that holds its
     bytes; `stored_tied_names` are the names of tied tensors that the source stored, aliases or not, so that an export
     stores the same ones; `untied` are pairs that the source's config ties but whose stored values differ: both were
-    kept.
+    kept. `adapter` is not empty when the weights are a LoRA adapter only: its `rank`, `alpha` and `targets`, and as
+    `base` and `base_digest` the checkpoint whose weights it was trained on.
     """
 
     tool_version: str
@@ -44,6 +45,7 @@ class Provenance:
     stored_tied_names: tuple[str, ...] = ()
     untied: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ _TYPES = {
     "stored_tied_names": "an array of strings",
     "untied": "an object of strings",
     "libraries": "an object",
+    "adapter": "an object",
     "format_version": "an integer",
 }
 

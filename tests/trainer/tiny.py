@@ -104,6 +104,9 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "eval_units": 256,
         "param_dtype": "fp32",
         "stochastic_rounding": False,
+        "lora_rank": 0,
+        "lora_alpha": 0,
+        "lora_targets": "all-linear",
         "compute_dtype": "fp32",
         "log_samples": True,
     }

@@ -1,0 +1,138 @@
+"""LoRA: only the adapter is trained and saved, on any world size, and peft itself reads what was saved."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import ckptool
+from ckptool import MismatchError, UsageError
+from tests.trainer.test_exactly_once import run_on
+from tests.trainer.tiny import make_base, read_lines, run, surviving_samples, tiny_config
+from trainer import checkpoint, parallel
+from trainer.build import build_state
+from trainer.metrics import Log
+
+peft = pytest.importorskip("peft", reason="pip install ckptool[lora]")
+
+LORA = {"lora_rank": 4, "schedule": "constant", "lr": 3e-2}
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def adapted(pristine, tmp_path_factory):
+    """A root where an adapter was trained: 2 steps on 2 ranks, 2 on one, 2 on 3."""
+    root = shutil.copytree(pristine, tmp_path_factory.mktemp("adapted") / "root")
+    run_on(2, root, steps=2, **LORA)
+    run(root, steps=4, **LORA)
+    run_on(3, root, steps=6, **LORA)
+    return root
+
+
+def test_an_adapter_goes_on_on_any_world_size_as_if_never_interrupted(adapted, root):
+    lines = read_lines(adapted / "metrics.jsonl")
+    assert [line["world_size"] for line in lines] == [2, 2, 1, 1, 3, 3]
+    assert surviving_samples(adapted) == list(range(36))
+    whole = run(root, steps=6, **LORA)
+    for line, one in zip(lines, whole, strict=True):
+        assert line["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert line["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+    assert lines[5]["loss"] < lines[0]["loss"]
+
+
+def test_a_fresh_adapter_is_the_base(adapted, root):
+    all_weights = run(root, steps=1)
+    assert read_lines(adapted / "metrics.jsonl")[0]["loss"] == pytest.approx(all_weights[0]["loss"], rel=1e-6)
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_names_its_base(adapted, pristine):
+    manifest = ckptool.open_checkpoint(adapted / "step-6")
+    weights = {name for name in manifest.tensors if name.startswith("model.")}
+    parts = [f"{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in PARTS]
+    assert weights == {
+        f"model.model.layers.{layer}.{part}.lora_{side}.weight" for layer in (0, 1) for part in parts for side in "AB"
+    }
+    moments = {name for name in manifest.tensors if name.startswith("optim.") and name.endswith(".exp_avg")}
+    assert len(moments) == len(weights)
+    record = manifest.provenance.adapter
+    assert {key: record[key] for key in ("type", "rank", "alpha", "base")} == {
+        "type": "lora",
+        "rank": 4,
+        "alpha": 8,
+        "base": "base",
+    }
+    assert ckptool.verify(adapted / "step-6").exit_code == 0
+    before, after = ((root / "base" / "digests.json").read_bytes() for root in (pristine, adapted))
+    assert before == after
+
+
+def test_peft_reads_the_names_and_computes_the_same(adapted, tmp_path):
+    with parallel.joined_ranks("cpu") as ranks:
+        config = tiny_config(adapted, steps=7, **LORA)
+        origin = checkpoint.find_origin(config)
+        position = ckptool.DataPosition.from_json((adapted / "step-6" / "data_position.json").read_text(), "step-6")
+        state = build_state(config, ranks, origin, position)
+        checkpoint.resume(state, origin, Log(adapted, rank=0))
+        tokens = torch.arange(40).view(2, 20) * 6
+        expected = state.model.eval()(input_ids=tokens).logits.detach()
+        save_file(
+            {f"base_model.model.{name}": t.full_tensor().contiguous() for name, t in state.weights().items()},
+            tmp_path / "adapter_model.safetensors",
+        )
+        weights = {name: t.full_tensor() for name, t in state.base_weights().items()}
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(PARTS), task_type="CAUSAL_LM")
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({**settings.to_dict(), "target_modules": list(PARTS)}, default=str)
+    )
+    base = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(adapted / "base" / "hf"))
+    base.load_state_dict(weights, strict=False)
+    base.tie_weights()
+    plain = base.eval()(input_ids=tokens).logits
+    model = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    assert torch.allclose(model(input_ids=tokens).logits, expected, atol=1e-5)
+    assert torch.allclose(model.merge_and_unload()(input_ids=tokens).logits, expected, atol=1e-5)
+    assert (plain - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 0}, "step-6 holds an adapter of rank 4, no whole model"),
+        ({"lora_rank": 8}, r"another one: rank 4 -> 8; alpha 8.0 -> 16.0"),
+        ({"lora_targets": "q_proj"}, r"targets all-linear -> q_proj"),
+        ({"init_from": "other"}, "not what the adapter was trained on: the weights of base were others"),
+        ({"resume": "never", "init_from": "step-6"}, "step-6 is an adapter itself"),
+    ],
+)
+def test_what_does_not_belong_to_the_adapter_is_refused(adapted, changes, message):
+    if not (adapted / "other").exists():
+        make_base(adapted / "other", dtype=torch.float32)
+    with pytest.raises(MismatchError, match=message):
+        run(adapted, **{**LORA, "steps": 8} | changes)
+
+
+def test_a_run_of_all_weights_does_not_go_on_with_an_adapter(root):
+    run(root, steps=1)
+    with pytest.raises(MismatchError, match="of a run that trains all weights"):
+        run(root, **{**LORA, "steps": 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_targets": "q_proj,qproj"}, "has no layer qproj"),
+        ({"lora_targets": "embed_tokens"}, "embed_tokens is no linear layer inside of a block"),
+        ({"lora_targets": "lm_head"}, "lm_head is no linear layer inside of a block"),
+        ({"lora_targets": "input_layernorm"}, "--lora-targets input_layernorm: Target module"),
+        ({"tp": 2}, "can't be had with --tp"),
+        ({"lora_rank": 0, "lora_alpha": 8}, "say nothing without --lora-rank"),
+    ],
+)
+def test_targets_and_options_that_can_not_be_are_refused(root, changes, message):
+    with pytest.raises(UsageError, match=message):
+        if changes.get("tp"):
+            tiny_config(root, **LORA | changes).check(num_data_ranks=1)
+        run(root, **LORA | changes)

@@ -1,0 +1,146 @@
+"""LoRA: the model's weights are frozen, and beside each chosen layer two thin matrices are trained.
+
+Hu et al. 2021, https://arxiv.org/abs/2106.09685. The layers are peft's. A checkpoint then holds the thin matrices only,
+under peft's names (`model.layers.0.self_attn.q_proj.lora_A.weight`), and its provenance names the base.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from ckptool import MismatchError, UnsupportedError, UsageError
+from trainer.config import ALL_LINEAR, TrainConfig
+from trainer.model import named_parameters
+
+_NAMES = (".lora_A.weight", ".lora_B.weight")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Two matrices of `rank` rows or columns beside each layer in `targets`; the product is scaled by alpha / rank."""
+
+    rank: int
+    alpha: float
+    targets: str
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Adapter | None:
+        """What the options ask for; None when all weights are to be trained."""
+        if not config.lora_rank:
+            return None
+        return cls(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
+
+    def record(self, base: Path) -> dict[str, Any]:
+        """What a checkpoint's provenance says of it: the numbers, and which weights it belongs to."""
+        return {
+            **{"type": "lora", "rank": self.rank, "alpha": self.alpha, "targets": self.targets},
+            **{"base": base.name, "base_digest": digest_of_weights(base)},
+        }
+
+    def check_same(self, stored: dict[str, Any], where: Path) -> None:
+        """Raises MismatchError when the adapter that `where` holds is another one."""
+        told = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+        changes = [f"{name} {stored.get(name)} -> {value}" for name, value in told.items() if stored.get(name) != value]
+        if changes:
+            raise MismatchError(
+                f"the adapter in {where} is another one: {'; '.join(changes)}",
+                hint=f"--lora-rank {stored.get('rank')} --lora-alpha {stored.get('alpha')} "
+                f"--lora-targets {stored.get('targets')}",
+            )
+
+    def check_base(self, stored: dict[str, Any], base: Path) -> None:
+        """Raises MismatchError when `base` holds other weights than those that the adapter was trained on."""
+        if stored.get("base_digest") != digest_of_weights(base):
+            raise MismatchError(
+                f"{base} is not what the adapter was trained on: the weights of {stored.get('base')} were others",
+                hint="--init-from names the base",
+            )
+
+
+def digest_of_weights(checkpoint: Path) -> str:
+    """SHA-256 over the digests of the model's tensors, whatever their sharding; empty when there are none."""
+    try:
+        tensors = json.loads((checkpoint / "digests.json").read_text(encoding="utf-8"))["tensors"]
+    except FileNotFoundError:
+        return ""
+    weights = {name: record for name, record in tensors.items() if name.startswith("model.")}
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
+
+
+def is_adapter_name(name: str) -> bool:
+    """True for the checkpoint name of a matrix of an adapter."""
+    return name.endswith(_NAMES)
+
+
+def add_adapter(model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype) -> None:
+    """Freeze a meta model and put an adapter of `dtype` beside the layers that it names.
+
+    Raises UsageError when a name fits no layer, or one that is no linear layer inside of a block.
+    """
+    try:
+        import peft
+        from peft.tuners.lora import Linear, LoraLayer
+    except ImportError as error:
+        raise UnsupportedError("--lora-rank needs peft", hint="pip install 'ckptool[lora]'") from error
+    targets: str | list[str] = adapter.targets
+    if targets != ALL_LINEAR:
+        targets = [name.strip() for name in adapter.targets.split(",")]
+        last_words = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        strangers = [name for name in targets if name.rpartition(".")[2] not in last_words]
+        if strangers:
+            raise UsageError(f"--lora-targets: {type(model).__name__} has no layer {', '.join(strangers)}")
+    settings = peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=cast(int, adapter.alpha),  # peft only divides by the rank
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise UsageError(f"--lora-targets {adapter.targets}: {str(error).splitlines()[0]}") from error
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer) and (not isinstance(module, Linear) or module in ends):
+            raise UsageError(
+                f"--lora-targets {adapter.targets}: {name} is no linear layer inside of a block",
+                hint="embeddings and output head can't have an adapter here",
+            )
+    for name, parameter in named_parameters(model).items():
+        if is_adapter_name(name):
+            parameter.data = parameter.data.to(dtype)
+
+
+def init_adapter(model: PreTrainedModel, seed: int) -> None:
+    """Begin as peft does: A uniform within 1 / sqrt(its inputs), B zero, so that the model is the base.
+
+    Values are a function of seed and name: the same on any mesh.
+    """
+    for name, parameter in named_parameters(model).items():
+        if not is_adapter_name(name):
+            continue
+        whole = torch.zeros(parameter.shape)
+        if name.endswith(_NAMES[0]):
+            key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+            bound = 1 / math.sqrt(parameter.shape[1])
+            whole.uniform_(-bound, bound, generator=torch.Generator().manual_seed(int.from_bytes(key)))
+        with torch.no_grad():
+            _fill(parameter, whole)
+
+
+def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    mesh = parameter.device_mesh
+    part = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(part.to_local())
