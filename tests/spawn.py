@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# A fork server imports the slow libraries once; each rank is then a cheap fork of it (a plain spawn costs seconds of CPU
+# A fork server imports slow libraries once; each rank is then a cheap fork of it (a plain spawn costs seconds of CPU
 # per rank).
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
