@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptool.core.plan import Plan, Result
+from ckptool.core.text import one_line, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 #: Version of the object that `--json` prints. Fields are only added within a version.
 JSON_VERSION = 1
 
-_SIZE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 Row = Sequence[str]
 
 
@@ -104,24 +104,9 @@ def show_plan(plan: Plan) -> None:
         line(f"  {label:<8} {value}")
 
 
-def size(num_bytes: int) -> str:
-    """`270.1 MB`: decimal units, one decimal."""
-    value = float(num_bytes)
-    for unit in _SIZE_UNITS:
-        if value < 999.95 or unit == _SIZE_UNITS[-1]:
-            break
-        value /= 1000
-    return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def duration(seconds: float) -> str:
     """`40 s`, `3 min`, `5 h`, `12 d`."""
     for unit_seconds, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= unit_seconds:
             return f"{seconds / unit_seconds:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-def one_line(text: str) -> str:
-    """The text with control characters escaped: a name in a hostile file must not steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

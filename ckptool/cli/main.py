@@ -24,10 +24,11 @@ from ckptool.cli import (
     pin,
     plan,
     prune,
+    report,
     reshard,
     verify,
 )
-from ckptool.cli._errors import report
+from ckptool.cli._errors import report as report_error
 
 EPILOG = (
     "Exit codes: 0 ok, 1 error, 2 usage, 3 mismatch, 4 damaged input, 5 unsafe content, 6 target exists, "
@@ -54,6 +55,7 @@ for command in (
     inspect.command,
     verify.command,
     diff.command,
+    report.command,
     data.command,
     prune.command,
     pin.command,
@@ -71,7 +73,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        return report(error)
+        return report_error(error)
     return code if isinstance(code, int) else 0
 
 
