@@ -9,6 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptool.distributed_async import AsyncSaver as AsyncSaver
+    from ckptool.distributed_async import PendingSave as PendingSave
+    from ckptool.distributed_async import async_save as async_save
     from ckptool.core.data_source import DataSource as DataSource
     from ckptool.core.history import Fed as Fed
     from ckptool.core.position import DataPosition as DataPosition
@@ -78,10 +81,14 @@ _HOMES = {
     "resolve": "ckptool.runs",
     "read_config": "ckptool.naming.meta_model",
     "save": "ckptool.distributed",
+    "AsyncSaver": "ckptool.distributed_async",
+    "PendingSave": "ckptool.distributed_async",
+    "async_save": "ckptool.distributed_async",
     "load": "ckptool.distributed",
 }
 
 __all__ = [
+    "AsyncSaver",
     "CkptoolError",
     "DamagedError",
     "DataPosition",
@@ -91,6 +98,7 @@ __all__ = [
     "MismatchError",
     "Naming",
     "NotFoundError",
+    "PendingSave",
     "Provenance",
     "SourceFile",
     "StorageReader",
@@ -99,6 +107,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "accept_data_change",
+    "async_save",
     "diff",
     "estimate",
     "export",

@@ -37,7 +37,7 @@ SIDE_FOLDER = "hf"
 PATIENCE_SECONDS = SILENCE_LIMIT_SECONDS + 60.0
 
 #: Plain tensors up to this size are compared between ranks before a save.
-_MAX_COMPARED_BYTES = 1 << 20
+MAX_COMPARED_BYTES = 1 << 20
 
 
 def save(
@@ -64,11 +64,11 @@ def save(
     """
     ranks = Ranks(process_group)
     action = f"saving {target}"
-    digests = ranks.agree(action, lambda: _digests(Template(state_dict).values))
-    _check_same_values(ranks.gather(digests, action))
+    digests = ranks.agree(action, lambda: value_digests(Template(state_dict).values))
+    check_same_values(ranks.gather(digests, action))
     staging = ranks.on_first(action, lambda: create_staging(Path(target), overwrite, PATIENCE_SECONDS))
     try:
-        ranks.on_first(action, lambda: _write_sidecars(staging.content, provenance, side_folder, position))
+        ranks.on_first(action, lambda: write_sidecars(staging.content, provenance, side_folder, position))
         _write(state_dict, SaveWriter(staging.content, ties or {}), ranks, action)
         ranks.on_first(action, staging.publish)
     except BaseException:
@@ -131,12 +131,14 @@ def _write(state_dict: dict[str, Any], writer: SaveWriter, ranks: Ranks, action:
         )
 
 
-def _write_sidecars(
+def write_sidecars(
     folder: Path,
     provenance: Provenance,
     side_folder: Path | None,
     position: DataPosition | Mapping[str, Any] | None,
 ) -> None:
+    """Make the folder of a checkpoint with all that stands beside the tensors. Raises NotFoundError without its side
+    files, StorageError."""
     with os_errors(folder):
         folder.mkdir()
     write_json(folder / PROVENANCE_FILE, provenance.to_json())
@@ -153,7 +155,7 @@ def _write_sidecars(
         copy_side_files(side_folder, folder / SIDE_FOLDER, [*side_files(side_folder), *extra])
 
 
-def _digests(flat: Mapping[str, Any]) -> dict[str, str]:
+def value_digests(flat: Mapping[str, Any]) -> dict[str, str]:
     """A digest per value that DCP stores once although every rank has it: plain values and small plain tensors."""
     return {fqn: _digest(value) for fqn, value in flat.items() if not isinstance(value, DTensor)}
 
@@ -162,13 +164,14 @@ def _digest(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return repr(value) if isinstance(value, int | float | str | bytes | bool | None) else type(value).__name__
     content = ""
-    if value.device.type != "meta" and 0 < value.nbytes <= _MAX_COMPARED_BYTES:
+    if value.device.type != "meta" and 0 < value.nbytes <= MAX_COMPARED_BYTES:
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         content = hashlib.sha256(raw.data).hexdigest()
     return f"{value.dtype} {list(value.shape)} {content}"
 
 
-def _check_same_values(digests: Sequence[Mapping[str, str]]) -> None:
+def check_same_values(digests: Sequence[Mapping[str, str]]) -> None:
+    """Compare what `value_digests` gave on each rank. Raises MismatchError naming what differs."""
     seen: dict[str, set[str]] = {}
     for of_rank in digests:
         for fqn, digest in of_rank.items():

@@ -20,9 +20,9 @@ class Template:
     """A state dict, flattened as DCP names things."""
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
-        self.values, paths = flatten_state_dict(state_dict)
-        self.sections = {str(path[0]) for path in paths.values() if len(path) > 1}
-        self.has_top_level_values = any(len(path) == 1 for path in paths.values())
+        self.values, self.paths = flatten_state_dict(state_dict)
+        self.sections = {str(path[0]) for path in self.paths.values() if len(path) > 1}
+        self.has_top_level_values = any(len(path) == 1 for path in self.paths.values())
 
 
 @dataclass(frozen=True)

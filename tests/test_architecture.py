@@ -30,12 +30,24 @@ LAYERS = (
         "template",
         "load_check",
         "sampler",
+        "snapshot",
+        "distributed_async",
     },
     {"storage"},
     {"core"},
     {"errors"},
 )
-EAGER_TORCH_PARTS = {"naming", "engine", "distributed", "ranks", "template", "load_check", "sampler"}
+EAGER_TORCH_PARTS = {
+    "naming",
+    "engine",
+    "distributed",
+    "ranks",
+    "template",
+    "load_check",
+    "sampler",
+    "snapshot",
+    "distributed_async",
+}
 EAGER_TORCH_FILES = {"formats/dcp_adapters.py", "formats/dcp_reader.py"}
 MAX_LINES = 500
 HELP_SECONDS = 0.4
@@ -153,6 +165,7 @@ def test_nothing_is_left_open_in_the_code() -> None:
 
 def test_the_public_door_is_frozen_and_opens() -> None:
     assert ckptool.__all__ == [
+        "AsyncSaver",
         "CkptoolError",
         "DamagedError",
         "DataPosition",
@@ -162,6 +175,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "MismatchError",
         "Naming",
         "NotFoundError",
+        "PendingSave",
         "Provenance",
         "SourceFile",
         "StorageReader",
@@ -170,6 +184,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "UsageError",
         "__version__",
         "accept_data_change",
+        "async_save",
         "diff",
         "estimate",
         "export",

@@ -1,0 +1,412 @@
+"""Saving beside the training: a snapshot is taken at once, and written and published while training goes on.
+
+The ranks agree through a gloo group of the saver's own, in a thread, so the collectives of the training are not
+disturbed. The checkpoint appears under its name when all of it is on the disk, or not at all, as with `ckptool.save`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import io
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptool.core.box import Box
+from ckptool.core.parts import FileRecord
+from ckptool.core.position import DataPosition
+from ckptool.core.provenance import Provenance
+from ckptool.core.tensors import TensorEntry
+from ckptool.distributed import MAX_COMPARED_BYTES, PATIENCE_SECONDS, check_same_values, value_digests, write_sidecars
+from ckptool.errors import CkptoolError
+from ckptool.formats.dcp_sink import DcpFile, DcpSink
+from ckptool.formats.dcp_writers import DcpWriters, Load
+from ckptool.ranks import Ranks
+from ckptool.snapshot import (
+    LOAD_BYTES,
+    RING_BYTES,
+    HostMemory,
+    Ring,
+    Shard,
+    Snapshot,
+    clone_on_gpu,
+    copy_to_host,
+    fits_on_gpu,
+    loads_of,
+    state_bytes,
+)
+from ckptool.storage.direct_file import BUFFER_BYTES
+from ckptool.storage.staging import create_staging
+from ckptool.template import Template
+
+#: Processes that write for one rank, where there are cores enough.
+MAX_WRITERS = 8
+
+#: How long a save may go on after the training has failed.
+AFTER_ERROR_SECONDS = 60.0
+
+
+class PendingSave:
+    """A checkpoint on its way to the disk."""
+
+    def __init__(self, target: Path, snapshot: Snapshot) -> None:
+        self.target = target
+        #: How long the caller was kept, and how long after the call the checkpoint was durable (None: not yet).
+        self.stall_seconds = 0.0
+        self.durable_seconds: float | None = None
+        self._snapshot = snapshot
+        self._outcome: Future[None] = Future()
+
+    def done(self) -> bool:
+        """True when it is durable or has failed."""
+        return self._outcome.done()
+
+    def result(self, timeout_seconds: float | None = None) -> None:
+        """Wait until it is durable on all ranks. Raises what `ckptool.save` does, TimeoutError when it takes longer."""
+        self._outcome.result(timeout_seconds)
+
+    def wait_until_copied(self) -> None:
+        """Wait until the state may change: see `wait_for_copy` of `AsyncSaver.save`."""
+        self._snapshot.wait_until_copied()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A save, apart from its tensors: the arguments of `AsyncSaver.save`, copied."""
+
+    target: Path
+    provenance: Provenance
+    ties: Mapping[str, str]
+    side_folder: Path | None
+    position: DataPosition | Mapping[str, Any] | None
+    overwrite: bool
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+class AsyncSaver:
+    """Saves of one training, one at a time. Make it on all ranks at once, and use it as a context or `close` it.
+
+    `num_writers` processes write for this rank (by default, half of the cores that this rank has, at most 8). They and
+    the host's memory (a ring of 1 GiB where the GPU has room for a copy of the state, else the size of the state on
+    this rank) are kept for the next save; `host_bytes` says how much it is.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, num_writers: int | None = None) -> None:
+        if dist.is_available() and dist.is_initialized():
+            members = dist.get_process_group_ranks(process_group) if process_group else None
+            self._group = dist.new_group(members, backend="gloo")
+        else:
+            self._group = None
+        self._ranks = Ranks(self._group)
+        self._num_writers = num_writers or _usual_num_writers()
+        self._memory: HostMemory | None = None
+        self._writers: DcpWriters | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._clones_fit: bool | None = None
+        self._pending: PendingSave | None = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._prepare(RING_BYTES, pin=True)  # which takes a second
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held for staging."""
+        return self._memory.bytes.nbytes if self._memory else 0
+
+    @property
+    def pending(self) -> PendingSave | None:
+        """The save that is not durable yet, or whose error nobody has seen."""
+        return self._pending
+
+    def save(
+        self,
+        state_dict: dict[str, Any],
+        target: Path | str,
+        *,
+        provenance: Provenance | None = None,
+        ties: Mapping[str, str] | None = None,
+        side_folder: Path | None = None,
+        position: DataPosition | Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        wait_for_copy: bool = True,
+    ) -> PendingSave:
+        """Take a snapshot of `state_dict` and return. A thread saves it, as `ckptool.save` does of the same arguments.
+
+        Waits for the save before, and raises its error. Without `wait_for_copy` the caller promises not to change a
+        tensor of `state_dict` before `wait_until_copied` has returned: on a GPU whose memory can't hold a copy of the
+        state, forward and backward passes go on while it travels to the host.
+        """
+        began = time.monotonic()
+        self.wait()
+        template = Template(state_dict)
+        snapshot = self._take(template.values)
+        work = _Work(
+            Path(target),
+            provenance or _bare_provenance(self._ranks),
+            dict(ties or {}),
+            side_folder,
+            position if isinstance(position, DataPosition) else copy.deepcopy(position),
+            overwrite,
+            template.paths,
+        )
+        pending = PendingSave(work.target, snapshot)
+        if wait_for_copy:
+            snapshot.wait_until_copied()
+        self._pending = pending
+        threading.Thread(target=self._run, args=(work, snapshot, pending, began), name="save").start()
+        pending.stall_seconds = time.monotonic() - began
+        return pending
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed meanwhile. For every step of the training."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is on its way any more; raise the error of what was."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the last save, and give back memory and processes. Raises that save's error."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def __enter__(self) -> AsyncSaver:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # The state that was saved is a good one, whatever went wrong since. Other ranks may be gone, so not for ever.
+        with contextlib.suppress(CkptoolError, TimeoutError):
+            if self._pending is not None:
+                self._pending.result(AFTER_ERROR_SECONDS)
+        self._release()
+
+    def _take(self, values: Mapping[str, Any]) -> Snapshot:
+        """Copy what changes: tensors to where they are safe, plain values by value."""
+        shards = [Shard.of(fqn, value) for fqn, value in values.items() if isinstance(value, torch.Tensor)]
+        plain = {fqn: copy.deepcopy(value) for fqn, value in values.items() if not isinstance(value, torch.Tensor)}
+        device = next((shard.local.device for shard in shards if shard.local.is_cuda), None)
+        clones = self._clone(shards, device) if device is not None else {}
+        memory = self._prepare(RING_BYTES if clones else state_bytes(shards), pin=device is not None)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        return Snapshot(
+            entries={shard.entry.fqn: shard.entry for shard in shards},
+            boxes={shard.entry.fqn: shard.box for shard in shards},
+            split=frozenset(shard.entry.fqn for shard in shards if shard.is_split),
+            values=plain,
+            memory=memory.bytes,
+            starts={} if clones else copy_to_host(shards, memory, self._stream),
+            clones=clones,
+            stream=self._stream,
+            copied=self._stream.record_event() if self._stream is not None and not clones else None,
+        )
+
+    def _clone(self, shards: Sequence[Shard], device: torch.device) -> dict[str, torch.Tensor]:
+        """Clones on the GPU; none when they don't fit. The first save decides: its own clones count as in use later."""
+        self._stream = self._stream or torch.cuda.Stream(device)
+        if self._clones_fit is None:
+            self._clones_fit = fits_on_gpu(state_bytes(shards), device)
+        clones = clone_on_gpu(shards) if self._clones_fit else None
+        self._clones_fit = clones is not None
+        return clones or {}
+
+    def _prepare(self, num_bytes: int, pin: bool) -> HostMemory:
+        """Memory and writers, those of the save before unless they are too small."""
+        if self._memory is None or self.host_bytes < num_bytes:
+            self._release()
+            self._memory = HostMemory(num_bytes, pin)
+        if self._writers is None:
+            self._writers = DcpWriters(self._memory.shared, self._num_writers)
+        return self._memory
+
+    def _run(self, work: _Work, snapshot: Snapshot, pending: PendingSave, began: float) -> None:
+        try:
+            self._write(work, snapshot)
+        except BaseException as error:
+            if self._writers is not None:
+                self._writers.close()  # they may be in the middle of what is not wanted any more
+                self._writers = None
+            pending._outcome.set_exception(error)
+        else:
+            pending.durable_seconds = time.monotonic() - began
+            pending._outcome.set_result(None)
+
+    def _write(self, work: _Work, snapshot: Snapshot) -> None:
+        """What `ckptool.save` does, from a snapshot."""
+        ranks, action = self._ranks, f"saving {work.target}"
+        digests = ranks.agree(action, lambda: value_digests(snapshot.not_split(MAX_COMPARED_BYTES)))
+        check_same_values(ranks.gather(digests, action))
+        held = _Held(snapshot.entries, snapshot.boxes, tuple(snapshot.values), work.paths)
+        plan = _Plan.of(ranks.gather(held, action))
+        staging = ranks.on_first(action, lambda: create_staging(work.target, work.overwrite, PATIENCE_SECONDS))
+        try:
+            content = staging.content
+            ranks.on_first(action, lambda: write_sidecars(content, work.provenance, work.side_folder, work.position))
+            written = ranks.agree(action, lambda: self._write_files(content, snapshot, plan))
+            records = [record for of_rank in ranks.gather(written, action) for record in of_rank]
+            sink = DcpSink(content, plan.tensors, plan.paths, work.ties)
+            ranks.on_first(action, lambda: sink.finish(records))
+            ranks.on_first(action, staging.publish)
+        except BaseException:
+            if ranks.rank == 0:
+                staging.discard()
+            raise
+
+    def _write_files(self, content: Path, snapshot: Snapshot, plan: _Plan) -> list[FileRecord]:
+        """This rank's part of the tensors, and of the plain values."""
+        assert self._writers is not None and self._memory is not None
+        files = plan.files_of(self._ranks.rank, self._num_writers)
+        paths = [content / f"__{self._ranks.rank}_{number}.distcp" for number in range(1, len(files) + 1)]
+        loads = _in_turn([loads_of(snapshot, fqns) for fqns in files])
+        ring = Ring(self._memory, self._stream) if snapshot.clones and self._stream is not None else None
+        if ring is None:
+            snapshot.wait_until_copied()
+            records = self._writers.write(paths, plan.tensors, loads)
+        else:
+            filled = ((number, ring.fill(load, snapshot)) for number, load in loads)
+            records = self._writers.write(paths, plan.tensors, filled, ring.free.append, lambda: bool(ring.free))
+        objects = [fqn for fqn, rank in plan.objects.items() if rank == self._ranks.rank]
+        if objects:
+            file = DcpFile(content / f"__{self._ranks.rank}_0.distcp", {}, BUFFER_BYTES)
+            try:
+                for fqn in objects:
+                    file.write_object(fqn, _blob(snapshot.values[fqn]))
+            except BaseException:
+                file.abandon()
+                raise
+            records.append(file.close())
+        return records
+
+    def _release(self) -> None:
+        if self._writers is not None:
+            self._writers.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._writers = self._memory = None
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one rank has of a state, without its bytes."""
+
+    entries: Mapping[str, TensorEntry]
+    boxes: Mapping[str, Box]
+    objects: tuple[str, ...]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who writes what, equal on all ranks. `shards` are (fqn, region, rank that writes it), `objects` fqn -> rank."""
+
+    tensors: dict[str, TensorEntry]
+    shards: list[tuple[str, Box, int]]
+    objects: dict[str, int]
+    paths: dict[str, tuple[str | int, ...]]
+
+    @classmethod
+    def of(cls, held: Sequence[_Held]) -> _Plan:
+        """Of what several ranks hold, that one writes which has least to write so far."""
+        tensors: dict[str, TensorEntry] = {}
+        holders: dict[tuple[str, Box], list[int]] = {}
+        objects: dict[str, int] = {}
+        paths: dict[str, tuple[str | int, ...]] = {}
+        for rank, part in enumerate(held):
+            tensors |= part.entries
+            paths |= part.paths
+            for fqn, box in part.boxes.items():
+                if box.num_elements or not part.entries[fqn].num_elements:
+                    holders.setdefault((fqn, box), []).append(rank)
+            for fqn in part.objects:
+                objects.setdefault(fqn, rank)
+        load_bytes = [0] * len(held)
+        shards = []
+        for (fqn, box), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
+            writer = min(ranks, key=lambda rank: load_bytes[rank])
+            load_bytes[writer] += box.num_elements * tensors[fqn].itemsize_bytes
+            shards.append((fqn, box, writer))
+        return cls(tensors, shards, objects, paths)
+
+    def files_of(self, rank: int, max_files: int) -> list[list[str]]:
+        """The shards that a rank writes, dealt to files of about the same size; no file is empty."""
+        mine = [
+            (box.num_elements * self.tensors[fqn].itemsize_bytes, fqn)
+            for fqn, box, writer in self.shards
+            if writer == rank
+        ]
+        total = sum(num_bytes for num_bytes, _ in mine)
+        num_files = max(1, min(max_files, total // LOAD_BYTES))
+        files: list[list[str]] = [[] for _ in range(num_files)]
+        sizes = [0] * num_files
+        for num_bytes, fqn in sorted(mine, key=lambda item: -item[0]):
+            smallest = sizes.index(min(sizes))
+            files[smallest].append(fqn)
+            sizes[smallest] += num_bytes
+        return [file for file in files if file]
+
+
+def _in_turn(files: Sequence[Iterator[Load]]) -> Iterator[tuple[int, Load]]:
+    """The loads of all files, one of each in turn."""
+    left = dict(enumerate(files))
+    while left:
+        for number, loads in list(left.items()):
+            load = next(loads, None)
+            if load is None:
+                del left[number]
+            else:
+                yield number, load
+
+
+def _blob(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _usual_num_writers() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MAX_WRITERS, cores // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _bare_provenance(ranks: Ranks) -> Provenance:
+    from ckptool import __version__
+
+    return Provenance(tool_version=__version__, world_size=ranks.world_size)
+
+
+_savers: dict[dist.ProcessGroup | None, AsyncSaver] = {}
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    target: Path | str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> PendingSave:
+    """`AsyncSaver(process_group).save(...)` with a saver that is made at the first call and kept for the next ones.
+
+    It goes on when the program ends, which waits for the last save. Raises the error of the save before.
+    """
+    saver = _savers.get(process_group)
+    if saver is None:
+        saver = _savers[process_group] = AsyncSaver(process_group)
+        atexit.register(saver.close)
+    return saver.save(state_dict, target, **options)

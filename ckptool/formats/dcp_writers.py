@@ -1,0 +1,203 @@
+"""Processes that write `.distcp` files from shared memory: the one that trains never waits for Python's lock.
+
+Each is a fresh interpreter, not a fork and not a `spawn` of multiprocessing: the first can't follow CUDA, the second
+would import the user's script again. It ends when its channel does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, cast
+
+import ckptool
+from ckptool import errors
+from ckptool.core.box import Box
+from ckptool.core.parts import FileRecord
+from ckptool.core.tensors import TensorEntry
+from ckptool.errors import CkptoolError, StorageError
+from ckptool.formats.dcp_sink import DcpFile
+from ckptool.storage.direct_file import BUFFER_BYTES
+from ckptool.storage.files import explain_os_error
+from ckptool.storage.shared_memory import SharedMemory, attach
+
+_PROGRAM = "from ckptool.formats.dcp_writers import main; main()"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part `box` of a stored chunk; its elements begin, in C order, `start` bytes into the shared memory."""
+
+    fqn: str
+    chunk: Box
+    box: Box
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Pieces of one file that are handed over together. `place` (any integer) comes back when they are written."""
+
+    pieces: Sequence[Piece]
+    place: int = -1
+
+
+@dataclass(frozen=True)
+class _Written:
+    place: int
+
+
+@dataclass(frozen=True)
+class _Failed:
+    kind: str
+    message: str
+    hint: str = ""
+
+
+@dataclass
+class DcpWriters:
+    """`num_writers` processes over one shared memory; each writes one file at a time. Use from one thread."""
+
+    memory: SharedMemory
+    num_writers: int
+    _channels: list[Connection] = field(default_factory=list)
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for _ in range(self.num_writers):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(self.memory.fd)]
+            top = str(Path(ckptool.__file__).parents[1])
+            path = os.pathsep.join(filter(None, [top, os.environ.get("PYTHONPATH", "")]))
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), self.memory.fd),
+                start_new_session=True,
+            )
+            theirs.close()
+            self._channels.append(ours)
+            self._processes.append(process)
+
+    def write(
+        self,
+        paths: Sequence[Path],
+        tensors: Mapping[str, TensorEntry],
+        loads: Iterator[tuple[int, Load]],
+        written: Callable[[int], None] = lambda place: None,
+        is_ready: Callable[[], bool] = lambda: True,
+    ) -> list[FileRecord]:
+        """Write the files `paths`, at most one a process, of loads that come as (file's number, Load).
+
+        `written(place)` is told of every load that is with the operating system; before each next load this waits until
+        `is_ready()`. Raises the first writer's error, StorageError when a writer died; no writer then goes on.
+        """
+        channels = self._channels[: len(paths)]
+        for path, channel in zip(paths, channels, strict=True):
+            channel.send((path, dict(tensors)))
+        while True:
+            self._receive(channels, is_ready, written)
+            number, load = next(loads, (-1, None))
+            if load is None:
+                break
+            self._send(channels[number], load)
+        for channel in channels:
+            self._send(channel, None)
+        records: dict[str, FileRecord] = {}
+        self._receive(channels, lambda: len(records) == len(paths), written, records)
+        return [records[path.name] for path in paths]
+
+    def _send(self, channel: Connection, message: Any) -> None:
+        with contextlib.suppress(OSError):  # a writer that died: its last words, or their absence, are received below
+            channel.send(message)
+
+    def _receive(
+        self,
+        channels: Sequence[Connection],
+        is_enough: Callable[[], bool],
+        written: Callable[[int], None],
+        records: dict[str, FileRecord] | None = None,
+    ) -> None:
+        """Take what writers say, at least until `is_enough()`."""
+        while ready := wait(channels, None if not is_enough() else 0):
+            for channel in ready:
+                try:
+                    reply: Any = cast(Connection, channel).recv()
+                except (EOFError, OSError):
+                    raise StorageError("a process that writes the checkpoint has died", "out of memory?") from None
+                if isinstance(reply, _Failed):
+                    kind = getattr(errors, reply.kind, StorageError)
+                    raise kind(reply.message, reply.hint)
+                if isinstance(reply, _Written):
+                    written(reply.place)
+                elif records is not None:
+                    records[reply.file] = reply
+            if records is not None and is_enough():
+                return
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        for channel in self._channels:
+            channel.close()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._channels, self._processes = [], []
+
+
+def _serve(channel: Connection, memory: memoryview) -> None:
+    """Write one file after another, until the other end is gone."""
+    import torch  # noqa: F401 - what the first archive needs, while there is nothing to write yet
+
+    requests: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, requests), daemon=True).start()
+    is_well = True
+    while is_well:
+        path, tensors = requests.get()
+        is_well = False
+        try:
+            file = DcpFile(path, tensors, BUFFER_BYTES)
+            while (load := requests.get()) is not None:
+                for piece in load.pieces:
+                    data = memory[piece.start : piece.start + piece.num_bytes]
+                    file.write(piece.fqn, piece.chunk, piece.box, data)
+                channel.send(_Written(load.place))
+            channel.send(file.close())
+            is_well = True
+        except CkptoolError as error:
+            channel.send(_Failed(type(error).__name__, str(error), error.hint))
+        except OSError as error:
+            explained = explain_os_error(error, path)
+            channel.send(_Failed(type(explained).__name__, str(explained), explained.hint))
+
+    threading.Event().wait()  # after an error there is nothing to do but to be ended
+
+
+def _listen(channel: Connection, requests: SimpleQueue[Any]) -> None:
+    """Read ahead what is asked for. When the other process is gone, this one goes too, in the middle of a write."""
+    try:
+        while True:
+            requests.put(channel.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def main() -> None:
+    """What a writing process does from its start to its end."""
+    # Signals are for the process that trains: it says what becomes of its writers.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(5)
+    _serve(Connection(int(sys.argv[1])), attach(int(sys.argv[2])))
