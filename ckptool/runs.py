@@ -84,9 +84,9 @@ def resolve(name: str | Path, root: Path | None = None) -> Path:
         return _resolve_latest(root)
     with os_errors(str(name)):
         inside = [path for place in places for path in checkpoints_inside(place)]
-    models = [path for path in inside if path.parent in places and _MODEL_FOLDER.fullmatch(path.name)]
+    models = {path for path in inside if path.parent in places and _MODEL_FOLDER.fullmatch(path.name)}
     if len(models) == 1:
-        return models[0]
+        return models.pop()
     if inside:
         candidates = ", ".join(dict.fromkeys(str(path) for path in inside[:5]))
         raise NotFoundError(f"{name} is not a checkpoint, but has some inside", hint=f"did you mean {candidates}?")

@@ -110,6 +110,18 @@ def test_an_optimizer_alone_is_no_model(tmp_path: Path, model: Any) -> None:
     assert "optimizer" in refused.value.hint
 
 
+@pytest.mark.parametrize("folder", ["pytorch_model_fsdp_0", "model"])
+def test_31_a_folder_with_a_part_each_means_the_model(tmp_path: Path, folder: str, model: Any, like: Path) -> None:
+    """NeMo-RL#1427, accelerate#2848: given the parent folder. tests/interop has it with accelerate itself."""
+    save({"model": model.state_dict()}, tmp_path / "run" / folder)
+    save({"optimizer": optimizer(model)}, tmp_path / "run" / "optimizer_0")
+    assert_exports(tmp_path / "run", like, model)
+    save({"model": model.state_dict()}, tmp_path / "run" / "pytorch_model_fsdp_1")
+    with pytest.raises(NotFoundError, match="has some inside") as refused:
+        ckptool.export(str(tmp_path / "run"))
+    assert folder in refused.value.hint and "pytorch_model_fsdp_1" in refused.value.hint
+
+
 def test_18_a_tie_whose_tensors_differ_is_told_and_kept(tmp_path: Path, like: Path) -> None:
     """accelerate#3870: the config says tied, the trainer saved two different tensors."""
     tied = llama(dtype=torch.float32)
