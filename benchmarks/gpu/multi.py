@@ -149,6 +149,7 @@ class Host:
             "param_dtype": PARAM_DTYPES[self.size],
             "activation_checkpointing": "block",
             "log_every": 100,
+            "keep_last": 0 if root == self.reference else 1,
             **options,
         }
         return ["--log-samples", *(x for name, value in chosen.items() for x in (f"--{name.replace('_', '-')}", value))]
@@ -197,7 +198,8 @@ def train_reference(host: Host) -> None:
             num_bytes = folder_bytes(host.reference / f"step-{line['step']}")
             lost = line["checkpoint_stall_seconds"]
             host.note("reference", f"save of step {line['step']}", gigabytes=num_bytes / 1e9, seconds_lost=lost)
-    shutil.rmtree(host.reference / f"step-{NUM_STEPS}")
+    for step in (2 * SAVE_EVERY, NUM_STEPS):  # the others begin at the first; disks are small next to checkpoints
+        shutil.rmtree(host.reference / f"step-{step}")
 
 
 def train_on_one(host: Host) -> None:
@@ -205,6 +207,7 @@ def train_on_one(host: Host) -> None:
     root = host.work / "one"
     host.train(root, 1, 8, global_batch_size=1, save_every=0)
     note_speed(host, "one", "1 rank", root)
+    shutil.rmtree(root)
 
 
 def kill_in_save(host: Host) -> None:
@@ -218,6 +221,7 @@ def kill_in_save(host: Host) -> None:
     host.note("kill", f"killed {delay:.2f} s into the save of step {step}", complete=sorted(left))
     host.train(root, host.num_ranks)
     compare(host, "kill", f"resumed on {host.num_ranks} ranks", root)
+    shutil.rmtree(root)
 
 
 def resume_on_half(host: Host) -> None:
@@ -228,6 +232,7 @@ def resume_on_half(host: Host) -> None:
     compare(host, "half", f"resumed on {half} ranks", root)
     host.train(root, host.num_ranks)
     compare(host, "half", f"then on {host.num_ranks}", root)
+    shutil.rmtree(root)
 
 
 def resume_resharded(host: Host) -> None:
@@ -239,6 +244,7 @@ def resume_resharded(host: Host) -> None:
     host.train(root, half, SAVE_EVERY + 2, resume=target, save_every=0)
     compare(host, "reshard", f"resumed on {half} ranks after reshard", root)
     shutil.rmtree(target)
+    shutil.rmtree(root)
 
 
 def load_with_each_reader(host: Host) -> None:
