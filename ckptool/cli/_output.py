@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from ckptool.core.plan import Plan, Result
 from ckptool.core.text import one_line, size
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 #: Version of the object that `--json` prints. Fields are only added within a version.
@@ -54,9 +56,15 @@ def table(headers: Row, rows: Iterable[Row], *, right: Iterable[str] = (), wrap:
     if not sys.stdout.isatty():
         _plain_table(headers, cells, set(right))
         return
+    console().print(_rich_table(headers, cells, set(right), wrap))
+
+
+def console() -> Console:
+    """A terminal on stdout. With NO_COLOR set (https://no-color.org) nothing is styled at all, bold included."""
     from rich.console import Console
 
-    Console(highlight=False, markup=False, emoji=False).print(_rich_table(headers, cells, set(right), wrap))
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")
 
 
 def _plain_table(headers: Row, rows: list[list[str]], right: set[str]) -> None:

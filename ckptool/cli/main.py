@@ -26,6 +26,7 @@ from ckptool.cli import (
     prune,
     report,
     reshard,
+    top,
     verify,
 )
 from ckptool.cli._errors import report as report_error
@@ -56,6 +57,7 @@ for command in (
     verify.command,
     diff.command,
     report.command,
+    top.command,
     data.command,
     prune.command,
     pin.command,
