@@ -34,6 +34,11 @@ from ckptool.cli._options import (
 @click.option("--untie", is_flag=True, help="Tied tensors are stored apart in the checkpoint, and the config says so.")
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only tensors whose name in the checkpoint matches.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Without tensors whose name in the checkpoint matches.")
+@click.option(
+    "--consume",
+    is_flag=True,
+    help="Delete each file of SRC once its bytes are safe in the checkpoint, for disks that can't hold both.",
+)
 @conversion_options
 def command(
     *,
@@ -47,6 +52,7 @@ def command(
     untie: bool,
     keys: tuple[str, ...],
     exclude: tuple[str, ...],
+    consume: bool,
     conversion: Conversion,
 ) -> None:
     """Turn a Hugging Face model into a distributed checkpoint.
@@ -68,6 +74,7 @@ def command(
             untie=untie,
             keys=keys,
             exclude=exclude,
+            consume=consume,
             **arguments,
         )
     conversion.show(result, f"imported to {result.target}")

@@ -13,6 +13,7 @@ from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, MismatchError, NotFoundError, UnsupportedError, name_some
+from ckptool.formats.hf_consumed import CONSUMED_SUFFIX, is_consumed, original_name
 from ckptool.formats.safetensors_file import read_header
 from ckptool.formats.torch_weights import TorchWeights
 from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join
@@ -46,6 +47,7 @@ WEIGHT_PATTERNS = (
     "*.ot",
     "*.tflite",
     "*.distcp",
+    f"*{CONSUMED_SUFFIX}",
 )
 
 
@@ -84,8 +86,10 @@ class HfSource:
         self._reader = RangeReader(self.folder)
         self._torch_files: dict[str, TorchWeights] = {}
         self.notes: list[str] = []
+        #: Files of which something has been read.
+        self.files_read: set[str] = set()
         self.index: dict[str, str] = {}
-        files = self._weight_files() if path.is_dir() else [path.name]
+        files = [self._stored_name(file) for file in self._weight_files()] if path.is_dir() else [path.name]
         tensors = self._read_tensors(files)
         sizes = {file: self._reader.path_of(file).stat().st_size for file in files}
         self.manifest = Manifest(str(path), tensors, files=sizes)
@@ -95,6 +99,12 @@ class HfSource:
         locator = entry.chunks[0].locator
         if locator is None or not box.is_contiguous_in(entry.shape):
             raise DamagedError(f"{self.folder}: {fqn} can only be read in runs of rows")
+        if is_consumed(locator.file):
+            raise NotFoundError(
+                f"{self.folder / original_name(locator.file)} was deleted by --consume, and its bytes are needed again",
+                hint="get the model anew",
+            )
+        self.files_read.add(locator.file)
         if locator.file in self._torch_files:
             self._torch_files[locator.file].read_into(fqn, box, out)
             return
@@ -109,7 +119,7 @@ class HfSource:
 
     def _weight_files(self) -> list[str]:
         """The files to read: those of the index when there is one, else every one of the kind."""
-        names = sorted(path.name for path in self.folder.iterdir())
+        names = sorted({original_name(path.name) for path in self.folder.iterdir()})
         kind = weight_kind(names)
         if kind is None:
             raise self._nothing_to_read(names)
@@ -117,7 +127,7 @@ class HfSource:
         if kind.index in names:
             self.index = read_index(self.folder / kind.index)
             listed = sorted(set(self.index.values()))
-            absent = [file for file in listed if not self._reader.path_of(file).exists()]
+            absent = [file for file in listed if not self._reader.path_of(self._stored_name(file)).exists()]
             if absent:
                 raise DamagedError(f"{self.folder}: the index names files that are not there: {name_some(absent)}")
             if kind.single in present and kind.single not in listed:
@@ -134,6 +144,11 @@ class HfSource:
             return [kind.single]
         return present
 
+    def _stored_name(self, file: str) -> str:
+        """The name of a file, or of its stand-in when it was consumed."""
+        stand_in = file + CONSUMED_SUFFIX
+        return stand_in if (self.folder / stand_in).exists() and not (self.folder / file).exists() else file
+
     def _nothing_to_read(self, names: list[str]) -> Exception:
         others = [name for name in names if is_weight_file(name)]
         if others:
@@ -147,7 +162,7 @@ class HfSource:
         tensors: dict[str, TensorEntry] = {}
         for file in files:
             for name, entry in self._read_file(file).items():
-                if self.index and self.index.get(name) != file:
+                if self.index and self.index.get(name) != original_name(file):
                     self.notes.append(f"ignored, not in the index: {name} of {file}")
                     continue
                 if name in tensors:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +18,8 @@ from ckptool.core.interfaces import Progress, Sink, Source
 from ckptool.core.parts import FileRecord
 from ckptool.core.plan import Plan
 from ckptool.errors import CkptoolError, DamagedError, MismatchError, UnsafeError, UnsupportedError
+from ckptool.formats.hf_consumed import original_name
+from ckptool.ops.consume import Consumer
 from ckptool.storage.digest import digest_file
 from ckptool.storage.files import os_errors, safe_join
 from ckptool.storage.journal import JOURNAL_PATTERN, Journal, read_journals
@@ -63,17 +66,19 @@ def convert(
     *,
     before: Callable[[Path], None] = lambda content: None,
     after: Callable[[Path], None] = lambda content: None,
+    consumer: Consumer | None = None,
 ) -> list[str]:
     """Carry out `plan` and publish what it makes as `plan.target`; returns notes on what happened.
 
     `before(content)` puts beside the parts what must be there when the sink finishes, `after(content)` what comes after
-    it, both on one process. An attempt that fails or is killed leaves nothing under the target's name; its finished
-    parts are kept, and checked, for the next one with the same source and options.
+    it, both on one process. `consumer` is told of each part that is safe. An attempt that fails or is killed leaves
+    nothing under the target's name; its finished parts are kept, and checked, for the next one with the same source and
+    options.
     """
     from ckptool import engine
 
     notes: list[str] = []
-    key = fingerprint(plan, source_path)
+    key = fingerprint(plan, source_path, source.manifest.files)
     with _staged(Path(plan.target), key, how) as content:
         done = _on_first(how, lambda: _parts_done(content, plan, key, how, notes))
         _on_first(how, lambda: before(content))
@@ -85,11 +90,19 @@ def convert(
             report(sum(part.write_bytes for part in plan.parts) - sum(part.write_bytes for part in left))
         journal = Journal(content.parent, key, rank)
 
+        part_of = {part.files[0]: part for part in plan.parts}
+        if consumer:
+            for file in done.keys() & part_of.keys():
+                consumer.done(part_of[file], content)
+        lock = threading.Lock()
+
         def on_done(records: list[FileRecord]) -> None:
-            for record in records:
-                if record.blake3:
-                    with os_errors(content):
+            with lock, os_errors(content):
+                for record in records:
+                    if record.blake3:
                         journal.append(record.to_json())
+                if consumer:
+                    consumer.done(part_of[records[0].file], content)
 
         budget = MemoryBudget(plan.memory_bytes)
         records = _on_all(
@@ -107,13 +120,23 @@ def convert(
         made = {record.file: record for record in [*done.values(), *records]}
         _on_first(how, lambda: sink.finish([made[file] for part in plan.parts for file in part.files]))
         _on_first(how, lambda: after(content))
+    if consumer:
+        consumer.all_done()
     return notes
 
 
-def fingerprint(plan: Plan, source_path: Path) -> str:
-    """Equal for equal work: the same files, by name, size and time of change, and the same plan made of them."""
-    files = sorted(path for path in source_path.rglob("*") if path.is_file()) if source_path.is_dir() else [source_path]
-    stats = [(str(path.relative_to(source_path)), path.stat()) for path in files]
+def fingerprint(plan: Plan, source_path: Path, files: Collection[str]) -> str:
+    """Equal for equal work: the same files, by name, size and time of change, and the same plan made of them.
+
+    `files` are those that the source reads (none: all in its folder).
+    """
+    if files:
+        found = {original_name(file): source_path / file for file in files}
+    else:
+        found = {str(path.relative_to(source_path)): path for path in source_path.rglob("*") if path.is_file()}
+    if source_path.is_file():
+        found = {source_path.name: source_path}
+    stats = [(name, path.stat()) for name, path in sorted(found.items())]
     parts = [
         [part.files, *part.objects, *((item.label, item.sources, item.targets) for item in part.items)]
         for part in plan.parts

@@ -19,11 +19,12 @@ from ckptool.core.provenance import Provenance
 from ckptool.errors import UsageError, name_some
 from ckptool.formats.dcp_sink import DcpSink, dcp_parts
 from ckptool.formats.hf_config import match_config
-from ckptool.formats.hf_folder import EXTRA_NAME
+from ckptool.formats.hf_folder import EXTRA_NAME, HfSource
 from ckptool.formats.hf_sink import HfSink, layout
 from ckptool.hub import Located, locate
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.selection import select_targets, untie_all
+from ckptool.ops.consume import Consumer, check_consumable
 from ckptool.ops.conversion import Execution, convert
 from ckptool.ops.inputs import ModelInput, open_input
 from ckptool.ops.provenance import new_provenance, write_provenance
@@ -57,6 +58,7 @@ def import_hf(
     untie: bool = False,
     keys: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    consume: bool = False,
     overwrite: bool = False,
     resume: bool = True,
     dry_run: bool = False,
@@ -72,8 +74,9 @@ def import_hf(
     constant memory, `num_workers` files at a time, as many as there are cores and as their buffers fit into
     `memory_bytes`; "transformers" loads the whole model through `from_pretrained`. `untie` stores tied tensors apart,
     and the config says so. `keys` and `exclude` are globs of the names in the checkpoint: only a part is imported.
-    `overwrite` replaces an existing target once the new one is safe on the disk, `resume` goes on from an interrupted
-    attempt, and `ranks`, which all call this, share the work out. Raises a CkptoolError; the target then is as it was.
+    `consume` deletes each safetensors file of the source once its bytes are safe in the checkpoint. `overwrite`
+    replaces an existing target once the new one is safe on the disk, `resume` goes on from an interrupted attempt, and
+    `ranks`, which all call this, share the work out. Raises a CkptoolError; the target then is as it was.
     """
     start = time.monotonic()
     how = Execution(overwrite, resume, progress, ranks)
@@ -81,6 +84,8 @@ def import_hf(
         raise UsageError(f"--engine {engine}: choose one of {', '.join(ENGINES)}")
     if chunk_bytes < 1:
         raise UsageError("--chunk-size must be at least one byte")
+    if consume and (keys or exclude or engine != "stream"):
+        raise UsageError("--consume goes with a whole model and --engine stream")
     if engine != "stream" and (untie or keys or exclude):
         raise UsageError("--untie, --keys and --exclude go with --engine stream")
     cast = checked_dtype(dtype)
@@ -116,7 +121,8 @@ def import_hf(
         )
         aside = [f"kept aside, the model doesn't use them: {name_some(list(names.extra))}"] if names.extra else []
         notes = [*model.notes, *aside, *plan.notes]
-        check_disk(target, plan)
+        consumer = _consumer(model.source, names, plan, located, how) if consume else None
+        check_disk(target, plan, consumer.freed_bytes(target) if consumer else 0)
         if dry_run:
             return Result("import-hf", str(target), plan, False, time.monotonic() - start, tuple(notes))
 
@@ -128,9 +134,25 @@ def import_hf(
             write_provenance(content, _provenance(located, model, names))
 
         notes += convert(
-            plan, source, located.path, lambda content: _open_sink(content, plan, names), how, before=put_beside
+            plan,
+            source,
+            located.path,
+            lambda content: _open_sink(content, plan, names),
+            how,
+            before=put_beside,
+            consumer=consumer,
         )
     return Result("import-hf", str(target), plan, True, time.monotonic() - start, tuple(notes))
+
+
+def _consumer(source: Source, names: NamePlan, plan: Plan, located: Located, how: Execution) -> Consumer:
+    """What deletes the source; files with tensors that are read again when the import is planned anew come last."""
+    if not isinstance(source, HfSource):
+        raise UsageError("--consume works for safetensors files")
+    check_consumable(source.folder, list(source.manifest.files), "repo" in located.origin, how.world_size)
+    locators = (chunk.locator for name in names.extra for chunk in source.manifest.tensors[name].chunks)
+    kept = {locator.file for locator in locators if locator is not None} | source.files_read
+    return Consumer(source.folder, source.manifest, plan.parts, kept)
 
 
 def _settled(names: NamePlan, untie: bool, keys: Sequence[str], exclude: Sequence[str]) -> NamePlan:

@@ -59,12 +59,13 @@ def chooser(keys: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool
     return is_chosen
 
 
-def check_disk(target: Path, plan: Plan) -> None:
-    """Refuse a plan that the target's disk can't hold. Raises StorageError."""
+def check_disk(target: Path, plan: Plan, freed_bytes: int = 0) -> None:
+    """Refuse a plan that the target's disk can't hold, `freed_bytes` of it as it goes on. Raises StorageError."""
     folder = next(parent for parent in target.parents if parent.exists())
     free = shutil.disk_usage(folder).free
-    if free < plan.disk_bytes:
+    needed = plan.disk_bytes - freed_bytes
+    if free < needed:
         raise StorageError(
-            f"{target} needs {plan.disk_bytes / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free",
+            f"{target} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free",
             hint="free some space, or choose another place",
         )

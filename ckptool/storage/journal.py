@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ class Journal:
         """`key` stands for the work: the same source, options and plan have the same one."""
         self._path = folder / f"journal-{rank}.jsonl"
         self._key = key
-        self._lock = threading.Lock()
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a record and flush it; any thread may call. Raises OSError."""
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
+        """Add a record and flush it. Raises OSError."""
+        with self._path.open("a", encoding="utf-8") as file:
             lines = [] if file.tell() else [{"key": self._key}]
             file.writelines(json.dumps(line) + "\n" for line in [*lines, record])
             file.flush()
