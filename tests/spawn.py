@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 # A fork server imports slow libraries once; each rank is then a cheap fork of it (a plain spawn costs seconds of CPU
 # per rank).
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
     [
         *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp"),
         *("transformers.models.llama.modeling_llama", "trainer.train"),
@@ -37,7 +37,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         ranks = [
-            _SERVER.Process(target=_run_rank, args=(rank, world_size, folder, function, args))
+            SERVER.Process(target=_run_rank, args=(rank, world_size, folder, function, args))
             for rank in range(world_size)
         ]
         for process in ranks:

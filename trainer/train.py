@@ -114,9 +114,10 @@ def run_steps(run: Run) -> None:
             batches = list(
                 run.data.micro_batches(state.position, ranks.data_rank, ranks.num_data_ranks, config.micro_batch_size)
             )
+        # What waits for other ranks is not in "data", or all ranks would seem to read as slowly as the slowest.
+        with watch.phase_of("forward and backward"):
             # A step of conversations may hold no trained label at all; its loss is 0.
             num_tokens = max(1, sum(ranks.gather_data(sum(batch.num_trained() for batch in batches))))
-        with watch.phase_of("forward and backward"):
             loss, fed = forward_backward(ranks, state, batches, num_tokens)
             grad_norm = clip_gradients(state, config.grad_clip).item()
         with watch.phase_of("optimizer"):

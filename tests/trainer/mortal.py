@@ -1,6 +1,6 @@
 """The trainer with a rank that fails: `python -m tests.trainer.mortal HOW RANK STEP [trainer's options]`.
 
-In the step after STEP the rank dies, raises or hangs (HOW), in its first life only.
+In the step after STEP the rank dies, raises or hangs (HOW), in its first life only; or it sleeps in every step.
 """
 
 import os
@@ -9,20 +9,34 @@ import sys
 import time
 
 from trainer import cli, train
+from trainer.data import TrainingData
 
-HOW, RANK, STEP = sys.argv.pop(1), int(sys.argv.pop(1)), int(sys.argv.pop(1))
-_clip_gradients = train.clip_gradients
-
-
-def clip_gradients(state, max_norm):
-    is_first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if is_first_life and int(os.environ["RANK"]) == RANK and state.step == STEP:
-        fail()
-    return _clip_gradients(state, max_norm)
+SLEEP_SECONDS = 0.3
 
 
-def fail():
-    match HOW:
+def arm(how: str, rank: int, step: int) -> None:
+    """Make this process fail, if it is the rank."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or int(os.environ["RANK"]) != rank:
+        return
+    clip_gradients, micro_batches = train.clip_gradients, TrainingData.micro_batches
+
+    def clip_and_fail(state, max_norm):
+        if state.step == step:
+            fail(how)
+        return clip_gradients(state, max_norm)
+
+    def sleep_and_read(self, *arguments):
+        time.sleep(SLEEP_SECONDS)
+        return micro_batches(self, *arguments)
+
+    if how == "sleeps":
+        TrainingData.micro_batches = sleep_and_read
+    else:
+        train.clip_gradients = clip_and_fail
+
+
+def fail(how: str) -> None:
+    match how:
         case "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         case "raises":
@@ -32,5 +46,5 @@ def fail():
 
 
 if __name__ == "__main__":
-    train.clip_gradients = clip_gradients
+    arm(sys.argv.pop(1), int(sys.argv.pop(1)), int(sys.argv.pop(1)))
     cli.main()

@@ -1,19 +1,14 @@
 """The main promise: kills and changes of world size neither repeat nor skip a sample, nor bend the training."""
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ckptool.ops.data_verify import verify_position
 from tests.spawn import run_ranks
+from tests.trainer.processes import kill_after_step, start_ranks
 from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
 from trainer.train import train
 
@@ -45,43 +40,18 @@ def write_config(root: Path, **changes) -> Path:
     return path
 
 
-def start_two_ranks(config: Path) -> list[subprocess.Popen]:
-    """What torchrun starts, started by us, so that every process id is ours to kill."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "trainer", "--config", str(config)]
-    return [
-        subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"})
-        for rank in range(2)
-    ]
-
-
-def kill_after_step(processes: list[subprocess.Popen], metrics: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert all(process.poll() is None for process in processes), "a rank ended before it could be killed"
-        assert time.monotonic() < deadline, "the run never came this far"
-        time.sleep(0.01)
-    for process in processes:
-        process.send_signal(signal.SIGKILL)
-    for process in processes:
-        process.wait()
-
-
 def test_kills_and_world_sizes_leave_the_sequence_of_samples_and_the_losses_alone(pristine, tmp_path):
     smooth = copy_root(pristine, tmp_path / "smooth")
     whole = run_on(2, smooth, steps=STEPS, schedule="constant")
 
     rough = copy_root(pristine, tmp_path / "rough")
     config = write_config(rough, steps=STEPS, save_every=13, schedule="constant")
-    kill_after_step(start_two_ranks(config), rough / "metrics.jsonl", step=15)
+    kill_after_step(start_ranks(2, rough, ["--config", str(config)]), rough / "metrics.jsonl", step=15)
     assert (rough / "step-13").exists()
     assert not (rough / "step-26").exists()
     run(rough, steps=22, schedule="constant")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "trainer"]
-    subprocess.run([*torchrun, "--config", str(config), "--save-every", "0"], check=True)
+    last = start_ranks(3, rough, ["--config", str(config), "--save-every", "0"])
+    assert [rank.wait() for rank in last] == [0, 0, 0]
 
     assert surviving_samples(smooth) == surviving_samples(rough) == list(range(STEPS * BATCH))
     for root in (smooth, rough):

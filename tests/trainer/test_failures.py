@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from ckptool import CkptoolError
+from tests.trainer.processes import start_ranks
 from tests.trainer.test_exactly_once import write_config
 from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
 from trainer import failures, train
@@ -19,37 +16,12 @@ from trainer.stopwatch import Stopwatch
 
 def run_two_ranks(root, how: str, rank: int, step: int, *options: str) -> tuple[list[int], list[str]]:
     """The exit codes and what the ranks said, of two ranks of which one fails after `step`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    config = write_config(root, steps=50)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.trainer.mortal",
-        how,
-        str(rank),
-        str(step),
-        "--config",
-        str(config),
-        *options,
-    ]
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            command,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**common, "RANK": str(number), "LOCAL_RANK": str(number), "OMP_NUM_THREADS": "1"},
-        )
-        for number in range(2)
-    ]
+    ranks = start_ranks(2, root, ["--config", str(write_config(root, steps=50)), *options], (how, rank, step))
     try:
-        said = [process.communicate(timeout=100)[1] for process in processes]
+        return [one.wait() for one in ranks], [one.said for one in ranks]
     finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], said
+        for one in ranks:
+            one.kill()
 
 
 def stacks(root) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 import ckptool
 from ckptool import DamagedError, MismatchError, NotFoundError, TargetExistsError, UsageError
+from tests.trainer.processes import kill_after_step, start_ranks
+from tests.trainer.test_exactly_once import run_on, write_config
 from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
 from trainer import checkpoint, parallel
 from trainer.build import build_state
@@ -54,6 +57,20 @@ def test_three_resumes_are_the_run_that_was_never_interrupted(finished, root):
     shutil.copytree(finished, whole, ignore=shutil.ignore_patterns("step-*", "*.jsonl"))
     assert trained(lines) == trained(run(whole, steps=10, schedule="constant"))
     assert surviving_samples(root) == surviving_samples(whole) == list(range(60))
+
+
+def test_on_two_ranks_a_kill_and_three_resumes_are_the_run_that_was_never_interrupted(root):
+    """Losses, norms, rates and samples, bit for bit. The kill comes between two saves, so steps are trained again."""
+    whole = Path(shutil.copytree(root, root.with_name("whole")))
+    expected = run_on(2, whole, steps=12, schedule="constant")
+    config = write_config(root, steps=12, save_every=5, schedule="constant")
+    kill_after_step(start_ranks(2, root, ["--config", str(config)]), root / "metrics.jsonl", step=7)
+    for steps in (8, 10, 12):
+        lines = run_on(2, root, steps=steps, schedule="constant")
+    last = {line["step"]: line for line in lines}
+    assert trained([last[step] for step in range(1, 13)]) == trained(expected)
+    assert len({line["attempt"] for line in lines}) == 4
+    assert surviving_samples(root) == surviving_samples(whole) == list(range(72))
 
 
 def test_saving_never_changes_training(finished, root):

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from ckptool import UsageError
+from tests.trainer.processes import start_ranks
+from tests.trainer.test_exactly_once import write_config
 from tests.trainer.tiny import make_data, run, tiny_config
 from trainer.profiling import covered, kind_of, parse_profile
 from trainer.stopwatch import PHASES, Stopwatch
@@ -35,6 +37,15 @@ def test_a_rank_that_is_slow_alone_is_named_with_its_host():
         "slow: rank 3 on c: probe took 0.0200 s, the median is 0.0100 s",
     ]
     assert find_stragglers(ranks, 5.0) == []
+
+
+def test_a_rank_that_sleeps_is_named_while_training(root):
+    config = write_config(root, steps=3)
+    ranks = start_ranks(3, root, ["--config", str(config), "--log-every", "1"], ("sleeps", 2, 0))
+    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    slow = [line for line in ranks[0].said.splitlines() if "data took" in line]
+    assert len(slow) == 3
+    assert all(line.startswith("slow: rank 2 on ") for line in slow)
 
 
 def test_small_differences_are_no_news():
