@@ -37,6 +37,12 @@ def show(result: Result, *, as_json: bool, quiet: bool, human: Callable[[Result]
         human(result)
 
 
+def show_error(kind: str, text: str, hint: str, exit_code: int) -> None:
+    """Print the object that stands for a result when there is none."""
+    error = {"kind": kind, "message": text, "hint": hint, "exit_code": exit_code}
+    click.echo(json.dumps({"version": JSON_VERSION, "error": error}, indent=2, ensure_ascii=False))
+
+
 def message(text: str) -> None:
     """A line for the person at the keyboard, on stderr."""
     click.echo(one_line(text), err=True)

@@ -75,8 +75,14 @@ def run(args: Sequence[str] | None = None) -> int:
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        return report_error(error)
+        return report_error(error, as_json=_wants_json(sys.argv[1:] if args is None else args))
     return code if isinstance(code, int) else 0
+
+
+def _wants_json(args: Sequence[str]) -> bool:
+    """Told from the words typed: when they are wrong, there is no parsed option to ask."""
+    options = args[: args.index("--")] if "--" in args else args
+    return "--json" in options
 
 
 def main() -> None:

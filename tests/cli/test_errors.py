@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,33 @@ def test_usage_errors_exit_2(args: list[str], capsys: pytest.CaptureFixture[str]
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err != ""
+
+
+@pytest.mark.parametrize(
+    ("args", "kind", "code", "words"),
+    [
+        (["inspect", "/nowhere/at/all", "--json"], "NotFoundError", 1, "no checkpoint /nowhere/at/all"),
+        (["inspect", "--json"], "MissingParameter", 2, "Missing argument 'NAME'."),
+        (["ls", "one", "--root", "two", "--json"], "UsageError", 2, "the root is given twice"),
+        (["verify", "x", "--json", "--level", "deep"], "BadParameter", 2, "Invalid value for '--level'"),
+    ],
+)
+def test_with_json_an_error_is_an_object_on_stdout_and_a_line_on_stderr(
+    args: list[str], kind: str, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(args) == code
+    output = capsys.readouterr()
+    answer = json.loads(output.out)
+    assert list(answer) == ["version", "error"]
+    assert list(answer["error"]) == ["kind", "message", "hint", "exit_code"]
+    assert (answer["error"]["kind"], answer["error"]["exit_code"]) == (kind, code)
+    assert words in answer["error"]["message"]
+    assert words in output.err
+
+
+def test_json_after_two_dashes_is_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "--", "--json"]) == 1
+    assert capsys.readouterr().out == ""
 
 
 def test_a_reader_that_goes_away_causes_no_complaint(tmp_path: Path) -> None:

@@ -42,6 +42,19 @@ def test_a_table_that_is_not_on_a_terminal_is_aligned_and_never_cut(capsys: pyte
     ]
 
 
+@pytest.mark.parametrize(("no_color", "styled"), [("", True), ("1", False)])
+def test_no_color_leaves_no_escape_sequence_in_a_terminal(
+    no_color: str, styled: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    table(["NAME", "SIZE"], [["a", "1 B"]])
+    output = capsys.readouterr().out
+    assert "NAME" in output and ("\x1b[" in output) is styled
+
+
 def test_plain_progress_prints_bytes_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     progress = PlainProgress(total_bytes=4000, interval_seconds=0.0)
     progress(1000)
