@@ -13,11 +13,11 @@ import io
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from ckptool.core.tensors import TensorEntry
 from ckptool.distributed import MAX_COMPARED_BYTES, PATIENCE_SECONDS, check_same_values, value_digests, write_sidecars
 from ckptool.errors import CkptoolError
 from ckptool.formats.dcp_sink import DcpFile, DcpSink
-from ckptool.formats.dcp_writers import DcpWriters, Load
+from ckptool.formats.dcp_writers import DcpWriters, Load, write_file
 from ckptool.ranks import Ranks
 from ckptool.snapshot import (
     LOAD_BYTES,
@@ -51,6 +51,9 @@ from ckptool.template import Template
 
 #: Processes that write for one rank, where there are cores enough.
 MAX_WRITERS = 8
+
+#: A state up to this size, on one rank, is written by a thread of the process itself: starting others takes longer.
+SMALL_BYTES = 32 << 20
 
 #: How long a save may go on after the training has failed.
 AFTER_ERROR_SECONDS = 60.0
@@ -138,12 +141,14 @@ class AsyncSaver:
         position: DataPosition | Mapping[str, Any] | None = None,
         overwrite: bool = False,
         wait_for_copy: bool = True,
+        then: Callable[[], None] | None = None,
     ) -> PendingSave:
         """Take a snapshot of `state_dict` and return. A thread saves it, as `ckptool.save` does of the same arguments.
 
         Waits for the save before, and raises its error. Without `wait_for_copy` the caller promises not to change a
         tensor of `state_dict` before `wait_until_copied` has returned: on a GPU whose memory can't hold a copy of the
-        state, forward and backward passes go on while it travels to the host.
+        state, forward and backward passes go on while it travels to the host. `then` is called by the thread of the
+        first rank once the checkpoint is durable, and is not to raise: for what a newer checkpoint makes needless.
         """
         began = time.monotonic()
         self.wait()
@@ -162,7 +167,7 @@ class AsyncSaver:
         if wait_for_copy:
             snapshot.wait_until_copied()
         self._pending = pending
-        threading.Thread(target=self._run, args=(work, snapshot, pending, began), name="save").start()
+        threading.Thread(target=self._run, args=(work, snapshot, pending, began, then), name="save").start()
         pending.stall_seconds = time.monotonic() - began
         return pending
 
@@ -232,11 +237,18 @@ class AsyncSaver:
         if self._memory is None or self.host_bytes < num_bytes:
             self._release()
             self._memory = HostMemory(num_bytes, pin)
-        if self._writers is None:
+        if self._writers is None and num_bytes > SMALL_BYTES:
             self._writers = DcpWriters(self._memory.shared, self._num_writers)
         return self._memory
 
-    def _run(self, work: _Work, snapshot: Snapshot, pending: PendingSave, began: float) -> None:
+    def _run(
+        self,
+        work: _Work,
+        snapshot: Snapshot,
+        pending: PendingSave,
+        began: float,
+        then: Callable[[], None] | None,
+    ) -> None:
         try:
             self._write(work, snapshot)
         except BaseException as error:
@@ -246,7 +258,11 @@ class AsyncSaver:
             pending._outcome.set_exception(error)
         else:
             pending.durable_seconds = time.monotonic() - began
+            if then is not None and self._ranks.rank == 0:
+                then()
             pending._outcome.set_result(None)
+        finally:
+            snapshot.clones.clear()  # the handle may live for long
 
     def _write(self, work: _Work, snapshot: Snapshot) -> None:
         """What `ckptool.save` does, from a snapshot."""
@@ -271,17 +287,21 @@ class AsyncSaver:
 
     def _write_files(self, content: Path, snapshot: Snapshot, plan: _Plan) -> list[FileRecord]:
         """This rank's part of the tensors, and of the plain values."""
-        assert self._writers is not None and self._memory is not None
-        files = plan.files_of(self._ranks.rank, self._num_writers)
+        memory, writers = cast(HostMemory, self._memory), self._writers
+        files = plan.files_of(self._ranks.rank, self._num_writers if writers else 1)
         paths = [content / f"__{self._ranks.rank}_{number}.distcp" for number in range(1, len(files) + 1)]
         loads = _in_turn([loads_of(snapshot, fqns) for fqns in files])
-        ring = Ring(self._memory, self._stream) if snapshot.clones and self._stream is not None else None
-        if ring is None:
-            snapshot.wait_until_copied()
-            records = self._writers.write(paths, plan.tensors, loads)
+        free: list[int] | None = None
+        if snapshot.clones:
+            ring = Ring(memory, cast(torch.cuda.Stream, self._stream))
+            free = ring.free
+            loads = ((number, ring.fill(load, snapshot)) for number, load in loads)
+        snapshot.wait_until_copied()
+        if writers is not None:
+            records = writers.write(paths, plan.tensors, loads, free)
         else:
-            filled = ((number, ring.fill(load, snapshot)) for number, load in loads)
-            records = self._writers.write(paths, plan.tensors, filled, ring.free.append, lambda: bool(ring.free))
+            here, view = (load for _, load in loads), memoryview(memory.shared.map)
+            records = [write_file(path, plan.tensors, here, view, free) for path in paths]
         objects = [fqn for fqn, rank in plan.objects.items() if rank == self._ranks.rank]
         if objects:
             file = DcpFile(content / f"__{self._ranks.rank}_0.distcp", {}, BUFFER_BYTES)

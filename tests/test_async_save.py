@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptool
-from ckptool import AsyncSaver, MismatchError, NotFoundError, TargetExistsError
+from ckptool import AsyncSaver, MismatchError, NotFoundError, TargetExistsError, distributed_async
 from ckptool.errors import StorageError
 from tests.spawn import run_ranks
 
@@ -50,6 +50,7 @@ def train_on(state: dict[str, Any]) -> None:
 
 
 def save_on_ranks(rank: int, root: Path, world_size: int) -> dict[str, Any]:
+    distributed_async.SMALL_BYTES = 0 if rank == 0 else 1 << 30
     state = make_state(world_size)
     with AsyncSaver(num_writers=1) as saver:
         first = saver.save(state, root / "step-7", ties={"model.alias": "model.rows"})
@@ -109,7 +110,8 @@ def test_an_async_save_is_the_sync_one(tmp_path: Path) -> None:
     assert ckptool.diff(tmp_path / "sync", tmp_path / "async").equal
 
 
-def test_a_failed_save_leaves_nothing_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing_and_the_next_one_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_async, "SMALL_BYTES", 0)
     state = {"model": whole_tensors()}
     with AsyncSaver(num_writers=1) as saver:
         with pytest.raises(NotFoundError, match="gone"):

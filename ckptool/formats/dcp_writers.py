@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -28,7 +28,7 @@ from ckptool.core.tensors import TensorEntry
 from ckptool.errors import CkptoolError, StorageError
 from ckptool.formats.dcp_sink import DcpFile
 from ckptool.storage.direct_file import BUFFER_BYTES
-from ckptool.storage.files import explain_os_error
+from ckptool.storage.files import os_errors
 from ckptool.storage.shared_memory import SharedMemory, attach
 
 _PROGRAM = "from ckptool.formats.dcp_writers import main; main()"
@@ -96,19 +96,18 @@ class DcpWriters:
         paths: Sequence[Path],
         tensors: Mapping[str, TensorEntry],
         loads: Iterator[tuple[int, Load]],
-        written: Callable[[int], None] = lambda place: None,
-        is_ready: Callable[[], bool] = lambda: True,
+        free: list[int] | None = None,
     ) -> list[FileRecord]:
         """Write the files `paths`, at most one a process, of loads that come as (file's number, Load).
 
-        `written(place)` is told of every load that is with the operating system; before each next load this waits until
-        `is_ready()`. Raises the first writer's error, StorageError when a writer died; no writer then goes on.
+        With `free`, a list of places, the place of each written load is put back into it, and the next load is asked
+        for only when there is one. Raises the first writer's error, StorageError when a writer died; `close` it then.
         """
         channels = self._channels[: len(paths)]
         for path, channel in zip(paths, channels, strict=True):
             channel.send((path, dict(tensors)))
         while True:
-            self._receive(channels, is_ready, written)
+            self._receive(channels, lambda: free is None or bool(free), free)
             number, load = next(loads, (-1, None))
             if load is None:
                 break
@@ -116,7 +115,7 @@ class DcpWriters:
         for channel in channels:
             self._send(channel, None)
         records: dict[str, FileRecord] = {}
-        self._receive(channels, lambda: len(records) == len(paths), written, records)
+        self._receive(channels, lambda: len(records) == len(paths), free, records)
         return [records[path.name] for path in paths]
 
     def _send(self, channel: Connection, message: Any) -> None:
@@ -127,7 +126,7 @@ class DcpWriters:
         self,
         channels: Sequence[Connection],
         is_enough: Callable[[], bool],
-        written: Callable[[int], None],
+        free: list[int] | None,
         records: dict[str, FileRecord] | None = None,
     ) -> None:
         """Take what writers say, at least until `is_enough()`."""
@@ -141,7 +140,8 @@ class DcpWriters:
                     kind = getattr(errors, reply.kind, StorageError)
                     raise kind(reply.message, reply.hint)
                 if isinstance(reply, _Written):
-                    written(reply.place)
+                    if free is not None:
+                        free.append(reply.place)
                 elif records is not None:
                     records[reply.file] = reply
             if records is not None and is_enough():
@@ -157,31 +157,50 @@ class DcpWriters:
         self._channels, self._processes = [], []
 
 
+def write_file(
+    path: Path,
+    tensors: Mapping[str, TensorEntry],
+    loads: Iterable[Load],
+    memory: memoryview,
+    free: list[int] | None = None,
+) -> FileRecord:
+    """Write one file of loads that lie in `memory`, in this process; `free` as for `DcpWriters.write`."""
+    return _write_file(path, tensors, loads, memory, lambda place: None if free is None else free.append(place))
+
+
+def _write_file(
+    path: Path,
+    tensors: Mapping[str, TensorEntry],
+    loads: Iterable[Load],
+    memory: memoryview,
+    written: Callable[[int], None],
+) -> FileRecord:
+    with os_errors(path):
+        file = DcpFile(path, tensors, BUFFER_BYTES)
+        try:
+            for load in loads:
+                for piece in load.pieces:
+                    file.write(piece.fqn, piece.chunk, piece.box, memory[piece.start : piece.start + piece.num_bytes])
+                written(load.place)
+            return file.close()
+        except BaseException:
+            file.abandon()
+            raise
+
+
 def _serve(channel: Connection, memory: memoryview) -> None:
     """Write one file after another, until the other end is gone."""
     import torch  # noqa: F401 - what the first archive needs, while there is nothing to write yet
 
     requests: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(channel, requests), daemon=True).start()
-    is_well = True
-    while is_well:
-        path, tensors = requests.get()
-        is_well = False
-        try:
-            file = DcpFile(path, tensors, BUFFER_BYTES)
-            while (load := requests.get()) is not None:
-                for piece in load.pieces:
-                    data = memory[piece.start : piece.start + piece.num_bytes]
-                    file.write(piece.fqn, piece.chunk, piece.box, data)
-                channel.send(_Written(load.place))
-            channel.send(file.close())
-            is_well = True
-        except CkptoolError as error:
-            channel.send(_Failed(type(error).__name__, str(error), error.hint))
-        except OSError as error:
-            explained = explain_os_error(error, path)
-            channel.send(_Failed(type(explained).__name__, str(explained), explained.hint))
-
+    try:
+        while True:
+            path, tensors = requests.get()
+            loads = iter(requests.get, None)
+            channel.send(_write_file(path, tensors, loads, memory, lambda place: channel.send(_Written(place))))
+    except CkptoolError as error:
+        channel.send(_Failed(type(error).__name__, str(error), error.hint))
     threading.Event().wait()  # after an error there is nothing to do but to be ended
 
 
