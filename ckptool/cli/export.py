@@ -44,6 +44,10 @@ from ckptool.naming.dialects import dialect_names
     metavar="HF",
     help="Hugging Face folder or Hub id whose config and tokenizer to take, where the checkpoint has none.",
 )
+@click.option("--adapter", is_flag=True, help="Only the LoRA adapter that the checkpoint holds, as a folder for peft.")
+@click.option("--merge-adapter", is_flag=True, help="The model with the checkpoint's LoRA adapter in its weights.")
+@click.option("--base", default="", metavar="NAME", help="The adapter's base (default: what it was trained on).")
+@click.option("--lora-alpha", type=float, help="The adapter's alpha, where the checkpoint doesn't say it.")
 @root_option
 @click.option(
     "--untie", is_flag=True, help="Tied tensors are written under each of their names, and the config says so."
@@ -60,6 +64,10 @@ def command(
     max_shard_size: int,
     engine: str,
     config: str,
+    adapter: bool,
+    merge_adapter: bool,
+    base: str,
+    lora_alpha: float | None,
     untie: bool,
     keys: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -72,6 +80,8 @@ def command(
     """
     from ckptool.ops.export import export
 
+    if adapter and merge_adapter:
+        raise click.UsageError("--adapter and --merge-adapter exclude each other")
     with conversion.arguments() as arguments:
         result = export(
             name,
@@ -81,6 +91,9 @@ def command(
             max_shard_bytes=max_shard_size,
             engine=engine,
             config=config,
+            adapter="merge" if merge_adapter else "folder" if adapter else "",
+            base=base,
+            lora_alpha=lora_alpha,
             untie=untie,
             keys=keys,
             exclude=exclude,

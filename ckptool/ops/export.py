@@ -19,7 +19,9 @@ from ckptool.formats.dcp_source import DcpSource
 from ckptool.naming.dialects import dialect_names, load_dialect
 from ckptool.naming.groups import keep_names
 from ckptool.naming.selection import select_sources
+from ckptool.ops.adapters import MergedSource, find_base, read_adapter, refuse_adapter
 from ckptool.ops.conversion import Execution, convert
+from ckptool.ops.export_adapter import AdapterForm
 from ckptool.ops.export_dialect import DialectForm
 from ckptool.ops.export_hf import HfForm
 from ckptool.ops.export_job import PIECE_BYTES, Form, open_job
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ckptool.ranks import Ranks
 
 ENGINES = ("stream", "torch")
+ADAPTER_FORMS = ("folder", "merge")
 
 
 def export(
@@ -44,6 +47,9 @@ def export(
     max_shard_bytes: int = 5_000_000_000,
     engine: str = "stream",
     config: str = "",
+    adapter: str = "",
+    base: str = "",
+    lora_alpha: float | None = None,
     untie: bool = False,
     keys: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -62,8 +68,11 @@ def export(
     The default `out` is beside it: `NAME-hf` or `NAME.pt`. `engine` "stream" copies in constant memory, `num_workers`
     files at a time, as many as there are cores and as their buffers fit into `memory_bytes`; "torch"
     takes `dcp_to_torch_save` and holds everything. `config` is a Hugging Face folder or Hub id that has the model's
-    config and tokenizer, for checkpoints that have none. `untie` stores tied tensors under each of their names, and the
-    config says so (hf only). `keys` and `exclude` are globs of the checkpoint's names: only a part is exported.
+    config and tokenizer, for checkpoints that have none. `adapter` "folder" writes the checkpoint's LoRA adapter alone,
+    for peft, "merge" the model with it added to the weights of the checkpoint `base` (default: the one it was trained
+    on); `lora_alpha` is needed where the checkpoint doesn't say it. `untie` stores tied tensors under each of their
+    names, and the config says so (hf only). `keys` and `exclude` are globs of the checkpoint's names: only a part is
+    exported.
     `overwrite` replaces an existing `out` once the new one is safe on the disk, `resume` goes on from an interrupted
     attempt, and `ranks`, which all call this, share the work out. Raises a CkptoolError; `out` then is as it was.
     """
@@ -88,10 +97,21 @@ def export(
         raise UsageError(f"--to {to}: choose hf, torch or {', '.join(dialect_names())}")
     if to != "hf" and (untie or engine != "stream"):
         raise UsageError("--untie and --engine torch go with --to hf")
-    target = (out or path.parent / f"{path.name}-{to}").absolute()
+    if adapter not in ("", *ADAPTER_FORMS) or (adapter and engine != "stream") or (adapter == "folder" and to != "hf"):
+        raise UsageError("an adapter is written as a folder for peft, or merged; with --engine stream")
+    target = (out or path.parent / f"{path.name}-{'adapter' if adapter == 'folder' else to}").absolute()
     refuse_existing(target, how.overwrite)
     refuse_own_source(path, target)
-    with contextlib.closing(ModelSource(path)) as source:
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(contextlib.closing(ModelSource(path)))
+        lora = read_adapter(source, lora_alpha) if adapter else None
+        if adapter == "merge" and lora is not None:
+            path = find_base(path, lora, base, root)
+            refuse_own_source(path, target)
+            how = dataclasses.replace(how, resume=False)  # an attempt is known by one source, and these are two
+            source = stack.enter_context(contextlib.closing(MergedSource(path, lora, source, config)))
+        elif adapter != "folder":
+            refuse_adapter(source)
         job = open_job(
             path,
             target,
@@ -105,6 +125,8 @@ def export(
             memory_bytes=memory_bytes,
         )
         form: Form = HfForm(job) if to == "hf" else DialectForm(job, load_dialect(to))
+        if adapter == "folder" and lora is not None:
+            form = AdapterForm(job, lora)
         names = form.name_tensors()
         if keys or exclude:
             names = select_sources(names, lambda name: is_chosen(source.stored_name(name)))

@@ -1,0 +1,133 @@
+"""An adapter in a checkpoint: for peft as a folder, or in the weights. peft itself gives the logits to compare with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.errors import MismatchError, NotFoundError, UnsupportedError, UsageError
+from ckptool.ops.adapters import _digest_of_weights
+from tests.tiny_models import llama, save_folder
+
+peft = pytest.importorskip("peft", reason="pip install ckptool[lora]")
+
+TOKENS = torch.arange(3, 15).view(1, -1)
+TARGETS = ["q_proj", "k_proj", "down_proj"]
+
+
+def adapted(base: Path, targets: Any = TARGETS, **options: Any) -> Any:
+    torch.manual_seed(4)
+    settings = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
+def matrices(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with `hub`, and `base`, its import."""
+    root = tmp_path_factory.mktemp("root")
+    save_folder(llama(dtype=torch.float32), root / "hub")
+    ckptool.import_hf(str(root / "hub"), "base", root=root, chunk_bytes=3000)
+    return root
+
+
+@pytest.fixture(scope="module")
+def root(base: Path) -> Path:
+    """Beside them `step-1`, as the trainer saves it, and `foreign`, with all names as peft has them."""
+    model = adapted(base / "hub")
+    plain = {name.removeprefix("base_model.model.").replace(".default", ""): t for name, t in matrices(model).items()}
+    record = {"type": "lora", "rank": 3, "alpha": 5.0, "base": "base", "base_digest": _digest_of_weights(base / "base")}
+    ckptool.save({"model": plain}, base / "step-1", provenance=ckptool.Provenance("0", adapter=record))
+    dcp.save({"model": matrices(model), "step": 1}, checkpoint_id=base / "foreign", no_dist=True)
+    return base
+
+
+@torch.no_grad()
+def assert_computes(ours: Any, expected: Any) -> None:
+    torch.testing.assert_close(ours.eval()(TOKENS).logits, expected(TOKENS).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["step-1", "foreign"])
+def test_peft_loads_the_folder(root: Path, tmp_path: Path, name: str) -> None:
+    alpha = [] if name == "step-1" else ["--lora-alpha", "5"]
+    command = ["export", name, "--adapter", "--root", str(root), "--out", str(tmp_path / "adapter"), *alpha]
+    assert run(command) == 0
+    plain = transformers.AutoModelForCausalLM.from_pretrained(root / "hub")
+    assert_computes(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter"), adapted(root / "hub"))
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+@pytest.mark.parametrize(("name", "options"), [("step-1", {}), ("foreign", {"base": "base", "lora_alpha": 5.0})])
+def test_the_merged_model_computes_the_same(root: Path, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    result = ckptool.export(name, root=root, adapter="merge", out=tmp_path / "merged", **options)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_computes(merged, adapted(root / "hub"))
+    assert any("merged" in note for note in result.notes)
+    assert (tmp_path / "merged" / "chat_template.jinja").exists()
+    expected = adapted(root / "hub").merge_and_unload().state_dict()
+    for key, tensor in merged.state_dict().items():
+        torch.testing.assert_close(tensor, expected[key], atol=1e-6, rtol=1e-6)
+
+
+def test_ranks_of_their_own(root: Path, tmp_path: Path) -> None:
+    model = adapted(root / "hub", rank_pattern={"model.layers.1.self_attn.q_proj": 2})
+    dcp.save({"model": matrices(model)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    ckptool.export(str(tmp_path / "c"), adapter="folder", lora_alpha=5.0, out=tmp_path / "adapter")
+    record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert record["rank_pattern"] == {"model.layers.1.self_attn.q_proj": 2}
+    plain = transformers.AutoModelForCausalLM.from_pretrained(root / "hub")
+    assert_computes(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter"), model)
+
+
+def test_what_is_not_said_or_not_so_is_refused(root: Path, tmp_path: Path) -> None:
+    def export(name: str, **options: Any) -> None:
+        ckptool.export(name, root=root, out=tmp_path / "out", **options)
+
+    with pytest.raises(UsageError, match="holds an adapter, no whole model"):
+        export("step-1")
+    with pytest.raises(UsageError, match="alpha"):
+        export("foreign", adapter="folder")
+    with pytest.raises(UsageError, match="which weights"):
+        export("foreign", adapter="merge", lora_alpha=5.0)
+    with pytest.raises(MismatchError, match="the checkpoint says 5"):
+        export("step-1", adapter="folder", lora_alpha=6.0)
+    with pytest.raises(NotFoundError, match="holds no adapter"):
+        export("base", adapter="folder")
+    save_folder(llama(dtype=torch.float32, tied=False), tmp_path / "other-hub")
+    ckptool.import_hf(str(tmp_path / "other-hub"), "other", root=tmp_path)
+    with pytest.raises(MismatchError, match="not what the adapter was trained on"):
+        export("step-1", adapter="merge", base=str(tmp_path / "other"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_kinds_of_adapters_and_of_layers_are_refused(root: Path, tmp_path: Path) -> None:
+    dora = adapted(root / "hub", use_dora=True)
+    dcp.save({"model": matrices(dora)}, checkpoint_id=tmp_path / "dora", no_dist=True)
+    with pytest.raises(UnsupportedError, match="lora_magnitude_vector"):
+        ckptool.export(str(tmp_path / "dora"), adapter="folder", lora_alpha=5.0)
+    config = transformers.GPT2Config(n_embd=48, n_head=6, n_layer=1, vocab_size=97, n_positions=32)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    ckptool.import_hf(str(tmp_path / "gpt2"), "gpt2-base", root=tmp_path)
+    model = adapted(tmp_path / "gpt2", ["attn.c_proj"], fan_in_fan_out=True)
+    dcp.save({"model": matrices(model)}, checkpoint_id=tmp_path / "conv", no_dist=True)
+    with pytest.raises(UnsupportedError, match="Conv1D, not a linear layer"):
+        ckptool.export(str(tmp_path / "conv"), adapter="merge", lora_alpha=5.0, base=str(tmp_path / "gpt2-base"))
