@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.provenance import Provenance
 from ckptool.errors import CkptoolError, NotFoundError
+from ckptool.formats.dcp_glance import glance
 from ckptool.formats.dcp_metadata import (
     METADATA_FILE,
     PROVENANCE_FILE,
     checkpoints_inside,
     is_checkpoint,
     read_manifest,
+    read_provenance,
 )
 from ckptool.storage.files import os_errors, read_json
 from ckptool.storage.lock import is_stale, owner_of
@@ -176,15 +179,14 @@ def _read(path: Path) -> tuple[Manifest | None, str]:
 
 
 def _summarise(path: Path, pinned: str | None) -> CheckpointSummary:
-    manifest, reason = (None, _writer_of(path)) if is_staging(path) else _read(path)
-    provenance = manifest.provenance if manifest else None
+    num_bytes, provenance, reason = (None, None, _writer_of(path)) if is_staging(path) else _look_at(path)
     step_name = _STEP_NAME.fullmatch(path.name)
     return CheckpointSummary(
         name=path.name,
         path=path,
         step=int(step_name[1]) if step_name else provenance.step if provenance else None,
-        num_bytes=manifest.num_bytes if manifest else bytes_on_disk(path),
-        complete=manifest is not None,
+        num_bytes=bytes_on_disk(path) if num_bytes is None else num_bytes,
+        complete=num_bytes is not None,
         reason=reason,
         world_size=provenance.world_size if provenance else None,
         consumed=_consumed(path),
@@ -192,6 +194,16 @@ def _summarise(path: Path, pinned: str | None) -> CheckpointSummary:
         kind="staging" if is_staging(path) else "checkpoint",
         pinned=pinned,
     )
+
+
+def _look_at(path: Path) -> tuple[int | None, Provenance | None, str]:
+    """Bytes of the tensors and the provenance of a complete checkpoint; else the reason why it is none."""
+    num_bytes = glance(path)
+    if num_bytes is not None:
+        with contextlib.suppress(CkptoolError):
+            return num_bytes, read_provenance(path), ""
+    manifest, reason = _read(path)
+    return (manifest.num_bytes, manifest.provenance, "") if manifest else (None, None, reason)
 
 
 def _writer_of(staging: Path) -> str:
