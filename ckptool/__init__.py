@@ -9,9 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptool.distributed_async import AsyncSaver as AsyncSaver
-    from ckptool.distributed_async import PendingSave as PendingSave
-    from ckptool.distributed_async import async_save as async_save
     from ckptool.core.data_source import DataSource as DataSource
     from ckptool.core.history import Fed as Fed
     from ckptool.core.position import DataPosition as DataPosition
@@ -21,6 +18,9 @@ if TYPE_CHECKING:
     from ckptool.core.provenance import Provenance as Provenance
     from ckptool.distributed import load as load
     from ckptool.distributed import save as save
+    from ckptool.distributed_async import AsyncSaver as AsyncSaver
+    from ckptool.distributed_async import PendingSave as PendingSave
+    from ckptool.distributed_async import async_save as async_save
     from ckptool.errors import CkptoolError as CkptoolError
     from ckptool.errors import DamagedError as DamagedError
     from ckptool.errors import MismatchError as MismatchError

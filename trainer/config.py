@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,11 @@ class TrainConfig:
 
     def check(self, num_data_ranks: int) -> None:
         """Raises UsageError for values that can't mean a run on ranks that share the data in `num_data_ranks` parts."""
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"--{name.replace('_', '-')} {value} is no number to train with")
+        if parse_profile(self.profile)[0] > self.steps:
+            raise UsageError(f"--profile {self.profile} begins after the last step, {self.steps}")
         if not self.data:
             raise UsageError("no training data", hint="--data PATH, or data = [...] in the --config file")
         if num_data_ranks > self.global_batch_size:
@@ -86,6 +92,16 @@ class TrainConfig:
     def saves_at_age(self, seconds: float) -> bool:
         """True when the newest checkpoint is so old that another is due at the next step boundary."""
         return 0 < self.save_every_minutes * 60 <= seconds
+
+
+def parse_profile(text: str) -> tuple[int, int]:
+    """STEP:N as numbers; (0, 0) for "". Raises UsageError for anything else."""
+    if not text:
+        return 0, 0
+    first, _, number = text.partition(":")
+    if not (first.isdigit() and number.isdigit() and int(first) > 0 and int(number) > 0):
+        raise UsageError(f"--profile {text}: should be STEP:N, two numbers from 1", hint="--profile 10:3")
+    return int(first), int(number)
 
 
 def read_defaults(path: Path, known: set[str]) -> dict[str, Any]:

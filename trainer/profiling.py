@@ -8,7 +8,6 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ckptool import UsageError
 from trainer.metrics import Log
 from trainer.parallel import Ranks
 
@@ -19,16 +18,6 @@ _KINDS = (
     ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "aten::mm", "aten::addmm", "aten::bmm", "aten::matmul")),
 )
 Interval = tuple[float, float]
-
-
-def parse_profile(text: str) -> tuple[int, int]:
-    """STEP:N as numbers; (0, 0) for "". Raises UsageError for anything else."""
-    if not text:
-        return 0, 0
-    first, _, number = text.partition(":")
-    if not (first.isdigit() and number.isdigit() and int(first) > 0 and int(number) > 0):
-        raise UsageError(f"--profile {text}: should be STEP:N, two numbers from 1", hint="--profile 10:3")
-    return int(first), int(number)
 
 
 class Profile:

@@ -16,16 +16,16 @@ from ckptool import CkptoolError
 from trainer import checkpoint, parallel
 from trainer.build import build_state
 from trainer.checkpoint import Origin, TrainingState
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, parse_profile
 from trainer.data import TrainingData, open_data, prepare
 from trainer.evaluation import HeldOut
-from trainer.failures import memory_advice
 from trainer.loader import LoaderData
 from trainer.loss import batch_loss, use_chunks
+from trainer.memory_advice import MemoryAdvice
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
-from trainer.profiling import Profile, parse_profile
+from trainer.profiling import Profile
 from trainer.schedule import learning_rate
 from trainer.shared_root import check_shared_root
 from trainer.signals import StopSignals
@@ -63,7 +63,6 @@ def train(config: TrainConfig) -> None:
         ranks = context.enter_context(parallel.joined_ranks(config.device, config.dp_replicate, config.tp))
         log, watch = Log(config.root, ranks.rank), Stopwatch()
         context.enter_context(Watchdog(ranks, watch, stop, config.root / "failures", config.hang_minutes * 60))
-        context.enter_context(memory_advice(config, watch, ranks.device))
         config.check(ranks.num_data_ranks)
         if config.deterministic:
             parallel.make_deterministic()
@@ -71,10 +70,13 @@ def train(config: TrainConfig) -> None:
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():
             log.say(line)
+        advice = MemoryAdvice(config, origin.hf_folder, ranks.world_size, ranks.device)
+        context.enter_context(advice.when_out_of_memory(watch))
         prepared = ranks.from_rank0(
             lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.root, log.say)
         )
         data = open_data(prepared, config.unit, config.seq_len, origin.hf_folder, ranks.data_rank, ranks.num_data_ranks)
+        held_out = HeldOut.open(config, origin.hf_folder, ranks, log)
         state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
         if origin.is_resume:
             checkpoint.resume(state, origin, log, config.accept_data_change)
@@ -83,7 +85,6 @@ def train(config: TrainConfig) -> None:
             checkpoint.load_weights(state, origin, log)
         if config.loss == "chunked" and (reason := use_chunks(state.model, ranks.device, config.compile)):
             log.say(f"note: the loss is plain, not chunked: {reason}")
-        held_out = HeldOut.open(config, origin.hf_folder, ranks, log)
         if config.unit == "pack":
             check_documents_apart(state.model, ranks.device)
         log.say(

@@ -1,5 +1,6 @@
 """The trainer's command line: the TOML file, the options' checks, one line for an error."""
 
+import math
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import click
 import pytest
 
 from ckptool import NotFoundError, UsageError
-from tests.trainer.tiny import tiny_config
+from tests.trainer.tiny import run, tiny_config
 from trainer.cli import command
 from trainer.config import TrainConfig, read_defaults
 from trainer.schedule import learning_rate
@@ -81,6 +82,22 @@ def test_more_ranks_than_windows_in_a_step_are_refused(tmp_path):
         tiny_config(tmp_path).check(num_data_ranks=7)
     with pytest.raises(UsageError, match="no training data"):
         tiny_config(tmp_path, data=()).check(num_data_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"profile": "x"}, "--profile x: should be STEP:N"),
+        ({"profile": "9:1"}, "--profile 9:1 begins after the last step, 4"),
+        ({"lr": math.nan}, "--lr nan is no number"),
+        ({"grad_clip": math.inf}, "--grad-clip inf is no number"),
+        ({"lora_targets": "q_proj"}, "say nothing without --lora-rank"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_opened(tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message):
+        run(tmp_path / "not-there", **changes)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_saves_fall_on_multiples_and_on_the_end(tmp_path):

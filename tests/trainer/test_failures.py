@@ -4,14 +4,12 @@ import json
 import math
 
 import pytest
-import torch
 
 from ckptool import CkptoolError
 from tests.trainer.processes import start_ranks
 from tests.trainer.test_exactly_once import write_config
-from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
-from trainer import failures, train
-from trainer.stopwatch import Stopwatch
+from tests.trainer.tiny import read_lines, run, surviving_samples
+from trainer import train
 
 
 def run_two_ranks(root, how: str, rank: int, step: int, *options: str) -> tuple[list[int], list[str]]:
@@ -91,30 +89,3 @@ def test_many_skipped_steps_in_a_row_are_a_broken_run(root, monkeypatch):
     poison(monkeypatch, range(2, 100))
     with pytest.raises(CkptoolError, match=r"step 12: .* nor were the 10 before it"):
         run(root, steps=20, on_nonfinite="skip")
-
-
-def test_out_of_memory_says_what_to_change_in_order(tmp_path):
-    config = tiny_config(tmp_path, micro_batch_size=4)
-    watch = Stopwatch()
-    watch.begin(7)
-    with (
-        pytest.raises(CkptoolError, match=r"out of memory in step 8 \(forward and backward\)") as caught,
-        failures.memory_advice(config, watch, torch.device("cpu")),
-        watch.phase_of("forward and backward"),
-    ):
-        torch.empty(1 << 60, dtype=torch.uint8)
-    advice = [way.split(" (")[0] for way in caught.value.hint.split("; or ")]
-    assert advice == [
-        "--micro-batch-size 2",
-        "--activation-checkpointing block",
-        "more ranks",
-        "a smaller --seq-len than 16",
-    ]
-
-
-def test_another_error_is_no_lack_of_memory(tmp_path):
-    with (
-        pytest.raises(RuntimeError, match="shapes"),
-        failures.memory_advice(tiny_config(tmp_path), Stopwatch(), torch.device("cpu")),
-    ):
-        raise RuntimeError("shapes differ")

@@ -10,7 +10,8 @@ from ckptool import UsageError
 from tests.trainer.processes import start_ranks
 from tests.trainer.test_exactly_once import write_config
 from tests.trainer.tiny import make_data, run, tiny_config
-from trainer.profiling import covered, kind_of, parse_profile
+from trainer.config import parse_profile
+from trainer.profiling import covered, kind_of
 from trainer.stopwatch import PHASES, Stopwatch
 from trainer.stragglers import RankTimes, find_stragglers, probe_seconds
 
