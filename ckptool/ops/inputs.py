@@ -15,8 +15,11 @@ from ckptool.formats.gguf_file import SUFFIX as GGUF_SUFFIX
 from ckptool.formats.hf_config import CONFIG_NAME, drop_quantisation, main_dtype, quantisation_of, weights_dtype
 from ckptool.formats.hf_folder import HfSource, copy_side_files, side_files, weight_kind
 from ckptool.formats.meta_folder import is_meta_folder
+from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.storage.files import os_errors
+
+Stored = HfSource | ShardedSafetensors
 
 
 class SideFiles(Protocol):
@@ -57,7 +60,7 @@ def open_input(path: Path, cast: str | None) -> ModelInput:
 
             return open_meta(path, cast)
     with contextlib.ExitStack() as stack:
-        stored = HfSource(path)
+        stored = ShardedSafetensors(path) if path.is_dir() and is_sharded_folder(path) else HfSource(path)
         stack.callback(stored.close)
         opened = _open_folder(path, stored, cast)
         stack.pop_all()
@@ -101,7 +104,7 @@ class MadeFiles:
                 (folder / name).write_bytes(content)
 
 
-def _open_folder(path: Path, stored: HfSource, cast: str | None) -> ModelInput:
+def _open_folder(path: Path, stored: Stored, cast: str | None) -> ModelInput:
     source: Source = stored
     quantisation = quantisation_of(stored.folder)
     notes = [*stored.notes]
@@ -118,7 +121,9 @@ def _open_folder(path: Path, stored: HfSource, cast: str | None) -> ModelInput:
     return ModelInput(source, names, dtype, side, method, tuple(notes))
 
 
-def _dequantised(stored: HfSource, quantisation: object, cast: str | None) -> tuple[Source, str, str]:
+def _dequantised(
+    stored: HfSource | ShardedSafetensors, quantisation: object, cast: str | None
+) -> tuple[Source, str, str]:
     """The source of plain weights, the names of tensors it leaves out, and the dtype of the weights.
 
     Where a cast is wanted the weights come as float32, so that they are rounded once.

@@ -1,0 +1,116 @@
+"""DCP in safetensors: every rank's file holds its parts of tensors, and its header says where they belong.
+
+torch's HuggingFaceStorageWriter writes it with save_distributed=True, as NeMo Automodel does: files
+`shard-*-model-*.safetensors`, and in `__metadata__` the key DCP_SHARDING_INFO with `saved_offsets` for each tensor
+(torch/distributed/checkpoint/_hf_utils.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ckptool.core.box import Box
+from ckptool.core.checkpoint import Manifest
+from ckptool.core.tensors import Chunk, Locator, TensorEntry
+from ckptool.errors import DamagedError, NotFoundError
+from ckptool.formats.safetensors_file import read_header
+from ckptool.storage.files import RangeReader
+
+SHARDING_KEY = "DCP_SHARDING_INFO"
+FILE_PATTERN = "shard-*.safetensors"
+
+#: Where NeMo Automodel keeps the config and tokenizer of the model.
+_SIDE_FOLDER = ".hf_metadata"
+_PIECE_BYTES = 8 << 20
+
+
+def is_sharded_folder(folder: Path) -> bool:
+    """True when a folder's weights are such parts. Raises DamagedError for a file that is no safetensors file."""
+    first = min(folder.glob(FILE_PATTERN), default=None)
+    return first is not None and SHARDING_KEY in read_header(RangeReader(folder), first.name)[1]
+
+
+class ShardedSafetensors:
+    """Such a folder as a Source. `folder` is where the config is.
+
+    Raises DamagedError for parts that don't make whole tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        beside = path / _SIDE_FOLDER
+        self.folder = beside if (beside / "config.json").is_file() else path
+        self.notes: list[str] = []
+        self._reader = RangeReader(path)
+        files = sorted(file.name for file in path.glob(FILE_PATTERN))
+        parts: dict[str, list[tuple[str, Chunk]]] = {}
+        for file in files:
+            for name, dtype, chunk in self._read_file(path / file):
+                parts.setdefault(name, []).append((dtype, chunk))
+        tensors = {name: _whole(path, name, found) for name, found in parts.items()}
+        sizes = {file: (path / file).stat().st_size for file in files}
+        self.manifest = Manifest(str(path), tensors, files=sizes)
+        self.manifest.check_cover()
+
+    def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
+        import numpy as np
+
+        entry = self.manifest.tensors[fqn]
+        itemsize = entry.itemsize_bytes
+        target = np.frombuffer(out, dtype=np.uint8).reshape(*box.sizes, itemsize)
+        for chunk in entry.chunks:
+            common = box.intersect(chunk.box)
+            if common is None or chunk.locator is None:
+                continue
+            stored, place = common.local_to(chunk.box), common.local_to(box)
+            if not box.sizes:
+                self._reader.read_into(chunk.locator.file, chunk.locator.offset, out)
+                continue
+            row_bytes = Box.whole(chunk.box.sizes[1:]).num_elements * itemsize
+            rows_at_once = max(1, _PIECE_BYTES // max(1, row_bytes))
+            for piece, there in zip(stored.split_rows(rows_at_once), place.split_rows(rows_at_once), strict=True):
+                buffer = bytearray(piece.sizes[0] * row_bytes)
+                start = chunk.locator.offset + piece.offsets[0] * row_bytes
+                self._reader.read_into(chunk.locator.file, start, memoryview(buffer))
+                rows = np.frombuffer(buffer, dtype=np.uint8).reshape(piece.sizes[0], *chunk.box.sizes[1:], itemsize)
+                target[_slices(there)] = rows[(slice(None), *_slices(piece)[1:])]
+
+    def read_object(self, fqn: str) -> bytes:
+        raise NotFoundError(f"{self.manifest.location}: safetensors files hold no objects, so not {fqn}")
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _read_file(self, path: Path) -> list[tuple[str, str, Chunk]]:
+        entries, metadata = read_header(self._reader, path.name)
+        try:
+            info = json.loads(metadata[SHARDING_KEY])
+            offsets = {name: tuple(info[name]["saved_offsets"]) for name in entries}
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{path} does not say where its parts of tensors belong") from error
+        found = []
+        for name, entry in entries.items():
+            corner = offsets[name]
+            if len(corner) != len(entry.shape) or not all(type(n) is int and 0 <= n < 1 << 48 for n in corner):
+                raise DamagedError(f"{path}: {name} has an impossible place: {list(corner)[:8]}")
+            found.append((name, entry.dtype, Chunk(Box(corner, entry.shape), _place(entry))))
+        return found
+
+
+def _place(entry: TensorEntry) -> Locator | None:
+    return entry.chunks[0].locator
+
+
+def _whole(path: Path, name: str, parts: list[tuple[str, Chunk]]) -> TensorEntry:
+    """The tensor that reaches as far as its parts do: a header doesn't say how large it is."""
+    dtypes = {dtype for dtype, _ in parts}
+    dims = {len(chunk.box.sizes) for _, chunk in parts}
+    if len(dtypes) != 1 or len(dims) != 1:
+        raise DamagedError(f"{path}: the parts of {name} differ in dtype or number of dims")
+    shape = tuple(max(ends) for ends in zip(*(chunk.box.ends for _, chunk in parts), strict=True))
+    return TensorEntry(name, dtypes.pop(), shape, tuple(chunk for _, chunk in parts if chunk.box.num_elements))
+
+
+def _slices(box: Box) -> tuple[Any, ...]:
+    return tuple(slice(start, end) for start, end in zip(box.offsets, box.ends, strict=True))

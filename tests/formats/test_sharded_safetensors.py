@@ -1,0 +1,79 @@
+"""DCP in safetensors, written by torch on two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import ckptool
+from ckptool.core.box import Box
+from ckptool.errors import DamagedError
+from ckptool.formats.sharded_safetensors import ShardedSafetensors
+from tests.spawn import run_ranks
+from tests.tiny_models import llama
+
+
+def write(rank: int, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    placements = {"norm": Replicate(), "o_proj": Shard(1), "down_proj": Shard(1)}
+    state = {
+        name: distribute_tensor(t, mesh, [next((p for part, p in placements.items() if part in name), Shard(0))])
+        for name, t in tensors.items()
+    }
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+@pytest.fixture(scope="module")
+def model() -> transformers.LlamaForCausalLM:
+    return llama(tied=False)
+
+
+@pytest.fixture(scope="module")
+def folder(model: transformers.LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sharded") / "model"
+    run_ranks(2, write, path, dict(model.state_dict()))
+    model.config.save_pretrained(path / ".hf_metadata")
+    assert len(list(path.glob("shard-*-model-*.safetensors"))) == 2
+    return path
+
+
+def test_it_comes_in_whole(folder: Path, tmp_path: Path, model: transformers.LlamaForCausalLM) -> None:
+    ckptool.import_hf(str(folder), "nemo", root=tmp_path)
+    ckptool.export("nemo", root=tmp_path)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nemo-hf", dtype="auto").state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
+    assert ckptool.verify("nemo", root=tmp_path, against=str(folder)).exit_code == 0
+
+
+def test_any_box_is_read(folder: Path, model: transformers.LlamaForCausalLM) -> None:
+    source = ShardedSafetensors(folder)
+    for name in ("model.layers.0.self_attn.o_proj.weight", "model.embed_tokens.weight"):
+        whole = model.state_dict()[name]
+        box = Box((5, 20), (37, 11))
+        out = bytearray(box.num_elements * 2)
+        source.read_into(name, box, memoryview(out))
+        read = torch.frombuffer(out, dtype=torch.bfloat16).view(box.sizes)
+        assert torch.equal(read, whole[5:42, 20:31])
+    source.close()
+
+
+@pytest.mark.parametrize("fault", ["a rank's file is gone", "offsets are gone", "parts overlap"])
+def test_parts_that_make_no_tensors_are_refused(tmp_path: Path, fault: str) -> None:
+    halves = [{"a": torch.ones(3, 2)}, {"a": torch.ones(2, 2)}]
+    for rank, (tensors, row) in enumerate(zip(halves, (0, 2 if fault == "parts overlap" else 3), strict=True)):
+        info = {} if fault == "offsets are gone" else {"a": {"saved_offsets": [row, 0]}}
+        file = tmp_path / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+        save_file(tensors, file, {"DCP_SHARDING_INFO": json.dumps(info)})
+    if fault == "a rank's file is gone":
+        min(tmp_path.glob("*.safetensors")).unlink()
+    with pytest.raises(DamagedError):
+        ShardedSafetensors(tmp_path)
+    assert load_file(max(tmp_path.glob("*.safetensors")))["a"].shape == (2, 2)
