@@ -122,6 +122,8 @@ def import_hf(
         aside = [f"kept aside, the model doesn't use them: {name_some(list(names.extra))}"] if names.extra else []
         notes = [*model.notes, *aside, *plan.notes]
         consumer = _consumer(model.source, names, plan, located, how) if consume else None
+        if consumer:
+            notes.append(f"--consume: {len(source.manifest.files)} files of {located.path} are deleted on the way")
         check_disk(target, plan, consumer.freed_bytes(target) if consumer else 0)
         if dry_run:
             return Result("import-hf", str(target), plan, False, time.monotonic() - start, tuple(notes))
