@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from ckptool.ops.export import export as export
     from ckptool.ops.import_hf import import_hf as import_hf
     from ckptool.ops.prune import prune as prune
+    from ckptool.ops.report import report as report
+    from ckptool.ops.top import top as top
     from ckptool.ops.verify import verify as verify
     from ckptool.runs import find_latest as find_latest
     from ckptool.runs import list_checkpoints as list_checkpoints
@@ -73,6 +75,8 @@ _HOMES = {
     "import_hf": "ckptool.ops.import_hf",
     "export": "ckptool.ops.export",
     "prune": "ckptool.ops.prune",
+    "report": "ckptool.ops.report",
+    "top": "ckptool.ops.top",
     "verify": "ckptool.ops.verify",
     "diff": "ckptool.ops.diff",
     "estimate": "ckptool.ops.estimate",
@@ -121,8 +125,10 @@ __all__ = [
     "prune",
     "rank_units",
     "read_config",
+    "report",
     "resolve",
     "save",
+    "top",
     "verify",
 ]
 

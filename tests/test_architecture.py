@@ -198,8 +198,10 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "prune",
         "rank_units",
         "read_config",
+        "report",
         "resolve",
         "save",
+        "top",
         "verify",
     ]
     assert all(getattr(ckptool, name) is not None for name in ckptool.__all__)
