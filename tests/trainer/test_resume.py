@@ -1,4 +1,7 @@
-"""A resumed run is the run that was never interrupted, and what can't be resumed is refused with its reason."""
+"""A resumed run is the run that was never interrupted, and what can't be resumed is refused with its reason.
+
+Field reports 20 (losses and rates bit-equal), 21 (the groups' fields come back), 25 and 26 (no wrong place to begin).
+"""
 
 import json
 import shutil
