@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
-import time
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,12 +17,14 @@ from transformers import PreTrainedModel
 
 import ckptool
 from ckptool import (
+    AsyncSaver,
     CkptoolError,
     DamagedError,
     DataPosition,
     Fed,
     MismatchError,
     NotFoundError,
+    PendingSave,
     Provenance,
     TargetExistsError,
     UsageError,
@@ -262,9 +264,10 @@ def _stored_lanes(path: Path) -> dict[str, dict[str, str]]:
     return lanes
 
 
-def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks, log: Log) -> float:
-    """Publish `step-N` under the root; returns the seconds it took. All ranks take part."""
-    began = time.perf_counter()
+def save(
+    state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks, log: Log, saver: AsyncSaver | None = None
+) -> PendingSave | None:
+    """Publish `step-N` under the root, and prune; with a `saver`, beside the training. All ranks take part."""
     target = config.root / f"step-{state.step}"
     ranks.from_rank0(lambda: _clear_way(target, origin, log))
     state.position = state.position.with_history(ranks.gather_data(state.fed))
@@ -281,18 +284,23 @@ def save(state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks
         adapter=origin.adapter,
         libraries={"torch": torch.__version__, "transformers": transformers.__version__},
     )
-    ckptool.save(
-        state.state_dict(),
-        target,
-        provenance=provenance,
-        ties={f"model.{alias}": f"model.{canonical}" for alias, canonical in ties.items()},
-        side_folder=_side_folder(state, origin),
-        position=state.position,
-    )
+    stored = state.state_dict()
+    what: dict[str, Any] = {
+        "provenance": provenance,
+        "ties": {f"model.{alias}": f"model.{canonical}" for alias, canonical in ties.items()},
+        "side_folder": _side_folder(state, origin),
+        "position": state.position,
+    }
+    if saver is not None:
+        # Between here and the next update only buffers could change.
+        has_buffers = bool(stored["model"].keys() - state.parameters().keys())
+        prune = functools.partial(_prune, config, origin, log)
+        return saver.save(stored, target, **what, wait_for_copy=has_buffers, then=prune)
+    ckptool.save(stored, target, **what)
     state.last_saved = target
     if ranks.rank == 0:
         _prune(config, origin, log)
-    return time.perf_counter() - began
+    return None
 
 
 def _prune(config: TrainConfig, origin: Origin, log: Log) -> None:

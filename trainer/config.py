@@ -34,6 +34,7 @@ class TrainConfig:
     hang_minutes: float
     save_every: int
     save_every_minutes: float
+    async_save: bool
     keep_last: int
     keep_every: int
     root: Path

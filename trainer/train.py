@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptool import CkptoolError
 from trainer import checkpoint, parallel
+from trainer.async_save import Saves, SaveTimes
 from trainer.build import build_state
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig, parse_profile
@@ -51,6 +52,7 @@ class Run:
     log: Log
     stop: StopSignals
     watch: Stopwatch
+    saves: Saves
 
 
 def train(config: TrainConfig) -> None:
@@ -91,7 +93,8 @@ def train(config: TrainConfig) -> None:
             f"world size {ranks.world_size} on {ranks.device.type}, step {state.step} of {config.steps}, "
             f"{state.position.consumed:,} units trained"
         )
-        run_steps(Run(config, ranks, origin, state, data, held_out, log, stop, watch))
+        saves = context.enter_context(Saves(config, origin, ranks, log))
+        run_steps(Run(config, ranks, origin, state, data, held_out, log, stop, watch, saves))
 
 
 def run_steps(run: Run) -> None:
@@ -99,7 +102,7 @@ def run_steps(run: Run) -> None:
 
     Each rank votes on what not all of them may see, a signal or a clock, so that all save and stop at the same step.
     """
-    config, ranks, state, log, watch = run.config, run.ranks, run.state, run.log, run.watch
+    config, ranks, state, log, watch, saves = run.config, run.ranks, run.state, run.log, run.watch, run.saves
     attempt = ranks.from_rank0(lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     saved_at = time.monotonic()
     num_skipped = 0
@@ -107,6 +110,7 @@ def run_steps(run: Run) -> None:
     (must_stop,) = ranks.sum(bool(run.stop.received))
     while state.step < config.steps and not must_stop:
         began = time.perf_counter()
+        saves.times = SaveTimes()
         watch.begin(state.step)
         profile.before(state.step + 1)
         lr = set_learning_rate(config, state)
@@ -122,6 +126,7 @@ def run_steps(run: Run) -> None:
             loss, fed = forward_backward(ranks, state, batches, num_tokens)
             grad_norm = clip_gradients(state, config.grad_clip).item()
         with watch.phase_of("optimizer"):
+            saves.before_update()
             num_skipped = 0 if math.isfinite(grad_norm) else num_skipped + 1
             check_finite(config, state.step + 1, grad_norm, num_skipped)
             if not num_skipped:
@@ -143,9 +148,11 @@ def run_steps(run: Run) -> None:
         if config.saves_after(state.step) or must_save or must_stop:
             with watch.phase_of("save"):
                 state.lanes = run.data.lane_states(ranks)
-                checkpoint.save(state, run.origin, config, ranks, log)
+                saves.save(state)
+                if must_stop or state.step == config.steps:
+                    saves.finish(state)
             saved_at = time.monotonic()
-        save_seconds = watch.seconds["save"]
+        saves.collect(state)
         metrics = StepMetrics(
             step=state.step,
             loss=mean_loss,
@@ -156,8 +163,8 @@ def run_steps(run: Run) -> None:
             step_seconds=step_seconds,
             consumed=state.position.consumed,
             max_memory_bytes=max_memory_bytes(ranks.device),
-            checkpoint_seconds=save_seconds,
-            checkpoint_stall_seconds=save_seconds,
+            checkpoint_seconds=saves.times.durable_seconds,
+            checkpoint_stall_seconds=saves.times.stall_seconds,
             world_size=ranks.world_size,
             attempt=attempt,
             skipped=num_skipped > 0,
@@ -169,7 +176,7 @@ def run_steps(run: Run) -> None:
         log.metrics(metrics)
         if (
             state.step % config.log_every == 0
-            or save_seconds
+            or saves.times.durable_seconds
             or num_skipped
             or state.step == config.steps
             or eval_loss is not None

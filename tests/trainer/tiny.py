@@ -82,6 +82,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "hang_minutes": 10,
         "save_every": 0,
         "save_every_minutes": 0,
+        "async_save": False,
         "keep_last": 0,
         "keep_every": 0,
         "root": root,
