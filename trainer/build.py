@@ -38,8 +38,8 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     if config.tp > 1:
         split_tensors(model, ranks.mesh[parallel.TENSOR_AXIS], ties)
         tie(model, ties)
-    if config.activation_checkpointing == "block":
-        checkpoint_activations(model)
+    if config.activation_checkpointing != "none":
+        checkpoint_activations(model, selective=config.activation_checkpointing == "selective")
     blocks = list(named_blocks(model).values())
     if config.compile:
         for block in blocks:

@@ -93,6 +93,12 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default=0,
 )
 @_option(
+    "--async-save/--no-async-save",
+    "Write checkpoints while training goes on, from a copy of the state: on the GPU, or in host memory where that "
+    "doesn't fit.",
+    default=True,
+)
+@_option(
     "--keep-last",
     "After each save remove older checkpoints of the run, but for the newest K and pinned ones; 0 keeps all.",
     type=click.IntRange(0),
@@ -157,8 +163,9 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option(
     "--activation-checkpointing",
-    "block: keep only each block's input and recompute the rest in the backward pass.",
-    type=click.Choice(["none", "block"]),
+    "block: keep only each block's input and recompute the rest in the backward pass. selective: keep attention and "
+    "most matrix products too.",
+    type=click.Choice(["none", "selective", "block"]),
     default="none",
 )
 @_option("--compile/--no-compile", "torch.compile each block.", default=False)

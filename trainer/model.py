@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import PreTrainedModel
 
 from ckptool import NotFoundError, UnsupportedError
+from trainer.selective import selective_contexts
 
 #: What wrappers put into names (torch's of activation checkpointing, peft's of an adapter), and what checkpoints have.
 _WRAPPED = {
@@ -51,17 +52,20 @@ def ties_of(model: PreTrainedModel) -> dict[str, str]:
     return dict(model.all_tied_weights_keys)
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Make every block keep only its input, and recompute itself in the backward pass.
+def checkpoint_activations(model: PreTrainedModel, selective: bool = False) -> None:
+    """Make every block keep only its input, and recompute itself in the backward pass; `selective`: but for the results
+    that `trainer/selective.py` names.
 
     Raises UnsupportedError when the model doesn't say what its blocks are.
     """
     blocks = named_blocks(model)
     if not blocks:
         raise UnsupportedError(f"{type(model).__name__} names no blocks", hint="--activation-checkpointing none")
+    hidden_size = model.config.get_text_config().hidden_size
+    options = {"context_fn": selective_contexts(hidden_size)} if selective else {}
     for name, block in blocks.items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT))
+        setattr(parent, name.rpartition(".")[2], checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, **options))
 
 
 def named_blocks(model: PreTrainedModel) -> dict[str, nn.Module]:

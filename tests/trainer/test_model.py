@@ -79,11 +79,12 @@ def test_wrappers_never_reach_the_names(pristine, change):
     assert wrapped.model.lm_head.weight is wrapped.model.model.embed_tokens.weight
 
 
-def test_activation_checkpointing_changes_no_number(root, tmp_path):
+@pytest.mark.parametrize("how", ["selective", "block"])
+def test_activation_checkpointing_changes_no_number(root, tmp_path, how):
     plain = run(root, steps=2)
     (root / "metrics.jsonl").unlink()
     (root / "step-2").rename(tmp_path / "step-2")
-    recomputed = run(root, steps=2, activation_checkpointing="block")
+    recomputed = run(root, steps=2, activation_checkpointing=how)
     assert [(line["loss"], line["grad_norm"]) for line in recomputed] == [(e["loss"], e["grad_norm"]) for e in plain]
 
 
