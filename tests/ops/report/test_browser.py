@@ -16,9 +16,13 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 MAX_DRAW_MILLISECONDS = 6000
 DRAWN = "document.getElementById('drawn')?.textContent"
 AXIS_LABELS = "Bokeh.documents.flatMap((d) => d.roots()).map((r) => r.below[0].axis_label)"
-PLACE = (
-    "(() => { const e = document.getElementById('shards-0'); e.scrollIntoView(); return e.getBoundingClientRect() })()"
-)
+PLACE = """
+(() => {
+  const place = document.getElementById("shards-0");
+  place.scrollIntoView();
+  return place.getBoundingClientRect().toJSON();
+})()
+"""
 #: What hovers over the charts, with all shadow roots opened.
 HOVERING = """
 (() => {
