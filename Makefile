@@ -46,6 +46,7 @@ demo: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/reference/generate_cli.py
+	PYTHONPATH=. $(BIN)/python docs/reference/generate_families.py
 
 clean:
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -60,11 +60,16 @@ def open_input(path: Path, cast: str | None) -> ModelInput:
 
             return open_meta(path, cast)
     with contextlib.ExitStack() as stack:
-        stored = ShardedSafetensors(path) if path.is_dir() and is_sharded_folder(path) else HfSource(path)
+        stored = open_weights(path)
         stack.callback(stored.close)
         opened = _open_folder(path, stored, cast)
         stack.pop_all()
     return opened
+
+
+def open_weights(path: Path) -> Stored:
+    """The weights of a folder or file as they are stored. Raises as `HfSource` and `ShardedSafetensors` do."""
+    return ShardedSafetensors(path) if path.is_dir() and is_sharded_folder(path) else HfSource(path)
 
 
 class CopiedFiles:

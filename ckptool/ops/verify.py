@@ -17,12 +17,12 @@ from ckptool.core.plan import Result
 from ckptool.errors import DamagedError, UsageError
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import main_dtype
-from ckptool.formats.hf_folder import HfSource
 from ckptool.ops.checks import next_steps
 from ckptool.ops.checks.hf_folder import check_hf_folder, config_dtype
 from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import Structure, check_structure, visible_files
 from ckptool.ops.checks.values import ValueChecks, check_values
+from ckptool.ops.inputs import open_weights
 from ckptool.ops.sources import compare_models_only, find_hf, open_any
 from ckptool.runs import resolve
 
@@ -222,9 +222,9 @@ def _check_hf(path: Path, wanted: _Wanted) -> _Checked:
         report = wanted.progress(total_bytes) if wanted.progress else None
         checks = ValueChecks(path, next_steps.another_copy(path, None), None, True, report)
         try:
-            with contextlib.closing(HfSource(path)) as source:
+            with contextlib.closing(open_weights(path)) as source:
                 fqns = list(source.manifest.tensors)
-            checked.findings += check_values(lambda: HfSource(path), fqns, checks)
+            checked.findings += check_values(lambda: open_weights(path), fqns, checks)
             checked.num_bytes += total_bytes
         except DamagedError as error:
             _note_skipped(checked, error)

@@ -11,6 +11,11 @@ def test_the_command_line_page_is_current() -> None:
     assert generator.PAGE.read_text(encoding="utf-8") == generator.render(), "run `make docs`"
 
 
+def test_the_table_of_model_families_is_current() -> None:
+    generator = load_script("docs/reference/generate_families.py")
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.render(), "run `make docs`"
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = [
         f"{page.relative_to(TOP)}: {target}" for page in PAGES for target in links(page) if not exists(page, target)

@@ -51,6 +51,7 @@ def test_it_comes_in_whole(folder: Path, tmp_path: Path, model: transformers.Lla
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nemo-hf", dtype="auto").state_dict()
     assert all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
     assert ckptool.verify("nemo", root=tmp_path, against=str(folder)).exit_code == 0
+    assert ckptool.verify(str(folder), finite=True).exit_code == 0
 
 
 def test_any_box_is_read(folder: Path, model: transformers.LlamaForCausalLM) -> None:
@@ -76,4 +77,5 @@ def test_parts_that_make_no_tensors_are_refused(tmp_path: Path, fault: str) -> N
         min(tmp_path.glob("*.safetensors")).unlink()
     with pytest.raises(DamagedError):
         ShardedSafetensors(tmp_path)
+    assert ckptool.verify(str(tmp_path)).exit_code == 4
     assert load_file(max(tmp_path.glob("*.safetensors")))["a"].shape == (2, 2)

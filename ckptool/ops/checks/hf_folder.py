@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,15 @@ from ckptool.errors import DamagedError
 from ckptool.formats.hf_config import main_dtype
 from ckptool.formats.hf_folder import INDEX_NAME, SINGLE_NAME, read_index
 from ckptool.formats.safetensors_file import read_header
+from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.ops.checks import next_steps
 from ckptool.storage.files import RangeReader, read_json, safe_join
 
 
-def check_hf_folder(path: Path) -> tuple[dict[str, TensorEntry], list[Finding]]:
+def check_hf_folder(path: Path) -> tuple[Mapping[str, TensorEntry], list[Finding]]:
     """The tensors of a folder's safetensors files (or of the one file `path`), and what is wrong with them."""
+    if path.is_dir() and is_sharded_folder(path):
+        return _check_sharded(path)
     findings: list[Finding] = []
     index: dict[str, str] = {}
     folder = path if path.is_dir() else path.parent
@@ -50,6 +53,16 @@ def check_hf_folder(path: Path) -> tuple[dict[str, TensorEntry], list[Finding]]:
     return tensors, findings
 
 
+def _check_sharded(path: Path) -> tuple[Mapping[str, TensorEntry], list[Finding]]:
+    """The ranks' parts of tensors, which must make whole ones."""
+    try:
+        source = ShardedSafetensors(path)
+    except DamagedError as error:
+        return {}, [_finding(path, error.kind, str(error))]
+    source.close()
+    return source.manifest.tensors, list(_config_dtype(source.folder, source.manifest.tensors))
+
+
 def _files(folder: Path, index: dict[str, str]) -> tuple[list[str], list[Finding]]:
     """The files that a loader would read, and findings for those that are not there or that it would not read."""
     present = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -75,7 +88,7 @@ def _absent(
             yield _finding(folder, "missing", f"the index names {name}, and {file} lacks it", name, file)
 
 
-def _config_dtype(folder: Path, tensors: dict[str, TensorEntry]) -> Iterator[Finding]:
+def _config_dtype(folder: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[Finding]:
     said, held = config_dtype(folder / "config.json"), main_dtype(tensors.values())
     if said and held and said != held:
         message, step = f"config.json says {said}, and the tensors are {held}", next_steps.look_at_file(folder)
