@@ -12,7 +12,7 @@ from tests.trainer.processes import kill_after_step, start_ranks
 from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
 from trainer.train import train
 
-STEPS = 40
+STEPS = 24
 BATCH = 6
 
 
@@ -45,11 +45,11 @@ def test_kills_and_world_sizes_leave_the_sequence_of_samples_and_the_losses_alon
     whole = run_on(2, smooth, steps=STEPS, schedule="constant")
 
     rough = copy_root(pristine, tmp_path / "rough")
-    config = write_config(rough, steps=STEPS, save_every=13, schedule="constant")
-    kill_after_step(start_ranks(2, rough, ["--config", str(config)]), rough / "metrics.jsonl", step=15)
-    assert (rough / "step-13").exists()
-    assert not (rough / "step-26").exists()
-    run(rough, steps=22, schedule="constant")
+    config = write_config(rough, steps=STEPS, save_every=8, schedule="constant")
+    kill_after_step(start_ranks(2, rough, ["--config", str(config)]), rough / "metrics.jsonl", step=9)
+    assert (rough / "step-8").exists()
+    assert not (rough / "step-16").exists()
+    run(rough, steps=13, schedule="constant")
     last = start_ranks(3, rough, ["--config", str(config), "--save-every", "0"])
     assert [rank.wait() for rank in last] == [0, 0, 0]
 
@@ -57,7 +57,7 @@ def test_kills_and_world_sizes_leave_the_sequence_of_samples_and_the_losses_alon
     for root in (smooth, rough):
         assert verify_position(f"step-{STEPS}", root=root, replay=True).exit_code == 0
     lines = {line["step"]: line for line in read_lines(rough / "metrics.jsonl")}
-    assert [lines[step]["world_size"] for step in range(1, STEPS + 1)] == [2] * 13 + [1] * 9 + [3] * 18
+    assert [lines[step]["world_size"] for step in range(1, STEPS + 1)] == [2] * 8 + [1] * 5 + [3] * 11
     assert [lines[step]["consumed"] for step in range(1, STEPS + 1)] == [BATCH * step for step in range(1, STEPS + 1)]
     for step, line in lines.items():
         assert line["loss"] == pytest.approx(whole[step - 1]["loss"], rel=1e-4)
@@ -66,10 +66,10 @@ def test_kills_and_world_sizes_leave_the_sequence_of_samples_and_the_losses_alon
 
 def test_four_ranks_that_do_not_divide_the_batch_train_as_one(pristine, tmp_path):
     """With 6 windows on 4 ranks two ranks have one window less, and fill up with dummies of no weight."""
-    alone = run(copy_root(pristine, tmp_path / "one"), steps=6, micro_batch_size=1)
+    alone = run(copy_root(pristine, tmp_path / "one"), steps=3, micro_batch_size=1)
     root = copy_root(pristine, tmp_path / "four")
-    shared = run_on(4, root, steps=6, micro_batch_size=1)
-    assert surviving_samples(root) == list(range(36))
+    shared = run_on(4, root, steps=3, micro_batch_size=1)
+    assert surviving_samples(root) == list(range(18))
     for one, four in zip(alone, shared, strict=True):
         assert four["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
