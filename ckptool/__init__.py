@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptool.errors import UsageError as UsageError
     from ckptool.formats.dcp_metadata import read_manifest
     from ckptool.formats.dcp_reader import StorageReader as StorageReader
+    from ckptool.formats.dcp_storage_writer import StorageWriter as StorageWriter
     from ckptool.naming.meta_model import read_config as read_config
     from ckptool.ops.diff import diff as diff
     from ckptool.ops.estimate import estimate as estimate
@@ -72,6 +73,7 @@ _HOMES = {
     "Provenance": "ckptool.core.provenance",
     "open_checkpoint": "ckptool.formats.dcp_metadata:read_manifest",
     "StorageReader": "ckptool.formats.dcp_reader",
+    "StorageWriter": "ckptool.formats.dcp_storage_writer",
     "import_hf": "ckptool.ops.import_hf",
     "export": "ckptool.ops.export",
     "prune": "ckptool.ops.prune",
@@ -106,6 +108,7 @@ __all__ = [
     "Provenance",
     "SourceFile",
     "StorageReader",
+    "StorageWriter",
     "TargetExistsError",
     "UnsupportedError",
     "UsageError",

@@ -30,6 +30,7 @@ from ckptool.core.tensors import TensorEntry
 from ckptool.distributed import MAX_COMPARED_BYTES, PATIENCE_SECONDS, check_same_values, value_digests, write_sidecars
 from ckptool.errors import CkptoolError
 from ckptool.formats.dcp_sink import DcpFile, DcpSink
+from ckptool.formats.dcp_storage_writer import bare_provenance
 from ckptool.formats.dcp_writers import DcpWriters, Load, write_file
 from ckptool.ranks import Ranks
 from ckptool.snapshot import (
@@ -156,7 +157,7 @@ class AsyncSaver:
         snapshot = self._take(template.values)
         work = _Work(
             Path(target),
-            provenance or _bare_provenance(self._ranks),
+            provenance or bare_provenance(self._ranks.world_size),
             dict(ties or {}),
             side_folder,
             position if isinstance(position, DataPosition) else copy.deepcopy(position),
@@ -403,12 +404,6 @@ def _blob(value: Any) -> bytes:
 def _usual_num_writers() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_WRITERS, cores // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-
-
-def _bare_provenance(ranks: Ranks) -> Provenance:
-    from ckptool import __version__
-
-    return Provenance(tool_version=__version__, world_size=ranks.world_size)
 
 
 _savers: dict[dist.ProcessGroup | None, AsyncSaver] = {}

@@ -48,7 +48,7 @@ EAGER_TORCH_PARTS = {
     "snapshot",
     "distributed_async",
 }
-EAGER_TORCH_FILES = {"formats/dcp_adapters.py", "formats/dcp_reader.py"}
+EAGER_TORCH_FILES = {"formats/dcp_adapters.py", "formats/dcp_reader.py", "formats/dcp_storage_writer.py"}
 MAX_LINES = 500
 HELP_SECONDS = 0.4
 
@@ -179,6 +179,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "Provenance",
         "SourceFile",
         "StorageReader",
+        "StorageWriter",
         "TargetExistsError",
         "UnsupportedError",
         "UsageError",

@@ -123,10 +123,15 @@ class SaveWriter(FileSystemWriter):
 
     def __init__(self, folder: Path, ties: Mapping[str, str]) -> None:
         super().__init__(folder, overwrite=False)
+        self._ties = dict(ties)
+        self._write_into(folder)
+
+    def _write_into(self, folder: Path) -> None:
+        """Nothing is written yet; from here on, into `folder`."""
         self._hashed = _HashingFileSystem()
         self.fs = self._hashed
+        self.path = self.fs.init_path(folder)
         self._folder = folder
-        self._ties = dict(ties)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         # Not as in the base class, which makes the folder: a rank that comes late must not bring back one that is gone.
