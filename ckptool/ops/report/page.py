@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib
 from importlib.resources import files
 from typing import Any
 
@@ -20,10 +21,8 @@ from ckptool.ops.report.contents import Contents
 def check_libraries() -> None:
     """Raise UnsupportedError when what draws the charts is not installed."""
     try:
-        import bokeh
-        import squarify
-
-        assert bokeh and squarify
+        for name in ("bokeh", "jinja2", "squarify"):
+            importlib.import_module(name)
     except ImportError as error:
         raise UnsupportedError(
             f"report: {error.name} is needed to draw", hint="pip install 'ckptool[report]'"

@@ -10,11 +10,13 @@ from typing import Any
 from bokeh.plotting import figure
 
 from ckptool.core.text import size
+from ckptool.ops.diff import Difference
 from ckptool.ops.report import charts, timeline
 from ckptool.ops.report.contents import Contents
 from ckptool.ops.report.shards import MAX_PARTS, ShardMap
 from ckptool.ops.report.statistics import ValueStatistics, by_layer
 from ckptool.ops.report.steps import Steps
+from ckptool.ops.verify import Verification
 
 #: Rows of a table; its caption says how many there are.
 MAX_ROWS = 500
@@ -60,7 +62,7 @@ def sections(contents: Contents) -> Iterator[Section]:
     if contents.checkpoints:
         yield _checkpoints(contents)
     if contents.verification is not None:
-        yield _findings(contents)
+        yield _findings(contents.verification)
     if contents.shards is not None:
         yield _shards(contents.shards)
     if contents.modules:
@@ -68,7 +70,7 @@ def sections(contents: Contents) -> Iterator[Section]:
     if contents.tensors is not None:
         yield _values(contents.tensors)
     if contents.difference is not None:
-        yield _change(contents)
+        yield _change(contents.difference)
 
 
 def _table(caption: str, headers: Sequence[str], rows: Rows, num_rows: int | None = None) -> Table:
@@ -139,9 +141,7 @@ def _checkpoints(contents: Contents) -> Section:
     return Section("checkpoints", "Checkpoints", summary, (), (_table("Checkpoints", headers, rows),))
 
 
-def _findings(contents: Contents) -> Section:
-    verification = contents.verification
-    assert verification is not None
+def _findings(verification: Verification) -> Section:
     findings = verification.findings
     what = f"checked at level {verification.details['level']}"
     summary = f"{len(findings):,} findings, {what}." if findings else f"Nothing is wrong, {what}."
@@ -236,9 +236,7 @@ def _statistics_table(caption: str, named: Sequence[ValueStatistics]) -> Table:
     return _table(caption, headers, rows, len(named))
 
 
-def _change(contents: Contents) -> Section:
-    difference = contents.difference
-    assert difference is not None
+def _change(difference: Difference) -> Section:
     facts = difference.details
     changed = [tensor for tensor in difference.tensors if not tensor.equal]
     one_sided: Rows = [(fqn, "only here") for fqn in facts["only_in_one"]]
