@@ -220,7 +220,7 @@ def _open(path: Path, is_resume: bool, passed_over: tuple[tuple[str, str], ...] 
 def load_weights(state: TrainingState, origin: Origin, log: Log) -> None:
     """Fill the model from the checkpoint a run begins from, cast to the dtype that is trained."""
     wanted = sorted({str(p.dtype).removeprefix("torch.") for p in state.parameters().values()})
-    if list(origin.stored_dtypes) != wanted:
+    if not state.adapter and list(origin.stored_dtypes) != wanted:
         log.say(f"weights stored as {', '.join(origin.stored_dtypes)} are trained as {', '.join(wanted)}")
     ckptool.load({"model": state.base_weights()}, origin.path, allow_cast=True)
 

@@ -106,6 +106,13 @@ def test_what_does_not_belong_to_the_adapter_is_refused(adapted, changes, messag
         run(adapted, **{**LORA, "steps": 8} | changes)
 
 
+def test_what_is_said_of_weights_is_of_those_that_are_trained(root, capsys):
+    run(root, **{**LORA, "steps": 1})
+    said = capsys.readouterr().err
+    assert f"training an adapter on the weights of {root / 'base'}" in said
+    assert "are trained as" not in said
+
+
 def test_a_run_of_all_weights_does_not_go_on_with_an_adapter(root):
     run(root, steps=1)
     with pytest.raises(MismatchError, match="of a run that trains all weights"):
