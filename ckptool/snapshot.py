@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ckptool.core.box import Box
 from ckptool.core.tensors import TensorEntry
+from ckptool.errors import StorageError
 from ckptool.formats.dcp_writers import Load, Piece
 from ckptool.storage.shared_memory import SharedMemory
 
@@ -67,7 +68,8 @@ class HostMemory:
         self._is_pinned = False
         if pin:
             code = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
-            torch.cuda.check_error(int(code))
+            if int(code):
+                raise StorageError(f"CUDA can't pin {num_bytes:,} bytes of host memory (error {int(code)})")
             self._is_pinned = True
 
     def close(self) -> None:

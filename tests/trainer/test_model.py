@@ -122,11 +122,12 @@ def test_an_unknown_architecture_is_an_error_without_running_its_code(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_train_as_plain_ones(root, tmp_path):
+@pytest.mark.parametrize("how", ["selective", "block"])
+def test_compiled_blocks_train_as_plain_ones(root, tmp_path, how):
     plain = run(root, steps=2)
     (root / "metrics.jsonl").unlink()
     (root / "step-2").rename(tmp_path / "step-2")
-    compiled = run(root, steps=2, compile=True, activation_checkpointing="block")
+    compiled = run(root, steps=2, compile=True, activation_checkpointing=how)
     for one, other in zip(plain, compiled, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
