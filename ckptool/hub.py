@@ -12,15 +12,17 @@ from typing import Any
 
 from ckptool.errors import AccessError, NotFoundError, StorageError, UsageError
 from ckptool.formats.hf_folder import is_weight_file, read_index, weight_kind
+from ckptool.storage.files import Place
+from ckptool.storage.place import place
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True)
 class Located:
-    """A local model folder or weight file, the name it suggests for a checkpoint, and where it came from."""
+    """A model folder or weight file, the name it suggests for a checkpoint, and where it came from."""
 
-    path: Path
+    path: Place
     default_name: str
     origin: dict[str, Any] = field(default_factory=dict)
 
@@ -31,23 +33,23 @@ def locate(src: str, revision: str | None, *, weights: bool = True) -> Located:
     Only what an import reads is downloaded: the weights of one kind, those of the index where there is one (none unless
     `weights`), and the files that hold no weights. Raises NotFoundError, AccessError or StorageError, one line each.
     """
-    path = Path(src).expanduser()
+    path = place(src)
     if path.exists():
         if revision:
-            raise UsageError(f"--revision is for Hub repositories, and {src} is a local path")
+            raise UsageError(f"--revision is for Hub repositories, and {path} is none")
         resolved = path.resolve()
-        return Located(resolved, resolved.name if resolved.is_dir() else resolved.stem, {"path": resolved.name})
+        return Located(resolved, resolved.name if resolved.is_dir() else resolved.stem, _origin(resolved))
     if not _REPO_ID.fullmatch(src):
-        raise NotFoundError(f"no such file or folder: {src}")
+        raise NotFoundError(f"no such file or folder: {path}")
     return _download(src, revision, weights)
 
 
-def locate_config(src: str, revision: str | None) -> Path:
+def locate_config(src: str, revision: str | None) -> Place:
     """The folder of a model's config.json: `src` itself, or of a checkpoint its `hf/`.
 
     Of a Hub repository that one file is downloaded. Raises as `locate` does, and NotFoundError without a config.json.
     """
-    if Path(src).expanduser().exists() or not _REPO_ID.fullmatch(src):
+    if place(src).exists() or not _REPO_ID.fullmatch(src):
         path = locate(src, revision).path
         folder = path.parent if path.name == "config.json" else path
     else:
@@ -59,6 +61,10 @@ def locate_config(src: str, revision: str | None) -> Path:
         if (candidate / "config.json").is_file():
             return candidate
     raise NotFoundError(f"{src} holds no config.json")
+
+
+def _origin(path: Place) -> dict[str, Any]:
+    return {"path": path.name} if isinstance(path, Path) else {"url": str(path)}
 
 
 def _download(repo: str, revision: str | None, weights: bool) -> Located:

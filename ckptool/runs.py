@@ -22,10 +22,13 @@ from ckptool.formats.dcp_metadata import (
     read_manifest,
     read_provenance,
 )
-from ckptool.storage.files import os_errors, read_json
+from ckptool.storage.files import Place, os_errors, read_json
 from ckptool.storage.lock import is_stale, owner_of
 from ckptool.storage.pins import read_pins
+from ckptool.storage.place import inside, place
 from ckptool.storage.staging import is_staging, recover, target_of
+from ckptool.storage.store import is_url
+from ckptool.storage.store_path import StorePath
 
 POSITION_FILE = "data_position.json"
 _STEP_NAME = re.compile(r"step-(\d+)")
@@ -38,7 +41,7 @@ _MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_\d+|model|weights")
 class Latest:
     """The newest complete checkpoint; `passed_over` gives (name, reason) of every newer one that is not complete."""
 
-    path: Path
+    path: Place
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
@@ -51,7 +54,7 @@ class CheckpointSummary:
     """
 
     name: str
-    path: Path
+    path: Place
     step: int | None
     num_bytes: int
     complete: bool
@@ -63,37 +66,35 @@ class CheckpointSummary:
     pinned: str | None = None
 
 
-def default_root() -> Path:
+def default_root() -> Place:
     """Where checkpoints live when nobody says: the environment's CKPTOOL_ROOT, else ./ckpt."""
-    return Path(os.environ.get("CKPTOOL_ROOT") or "ckpt")
+    return place(os.environ.get("CKPTOOL_ROOT") or "ckpt")
 
 
-def resolve(name: str | Path, root: Path | None = None) -> Path:
+def resolve(name: str | Place, root: Place | None = None) -> Place:
     """The checkpoint that `name` means: a path, a name under `root` (default: `default_root()`), or `latest`.
 
     A folder in which a trainer has saved each part apart means its model. An incomplete checkpoint is returned too:
     reading it says what is wrong. Raises NotFoundError when there is none, naming what is there.
     """
     root = default_root() if root is None else root
-    # A bare name means the root's checkpoint, even when this folder has something of that name.
-    is_path = os.sep in str(name)
-    places = [Path(name), root / name] if is_path else [root / name, Path(name)]
-    for place in places:
-        recover(place)
-    found = next((place for place in places if _looks_like_checkpoint(place)), None)
+    places = possible_places(name, root)
+    for path in places:
+        recover(path)
+    found = next((path for path in places if _looks_like_checkpoint(path)), None)
     if found is not None:
         return found
     if str(name) == "latest":
         return _resolve_latest(root)
     with os_errors(str(name)):
-        inside = [path for place in places for path in checkpoints_inside(place)]
-    models = {path for path in inside if path.parent in places and _MODEL_FOLDER.fullmatch(path.name)}
+        found_inside = [inner for path in places for inner in checkpoints_inside(path)]
+    models = {path for path in found_inside if path.parent in places and _MODEL_FOLDER.fullmatch(path.name)}
     if len(models) == 1:
         return models.pop()
-    if inside:
-        candidates = ", ".join(dict.fromkeys(str(path) for path in inside[:5]))
+    if found_inside:
+        candidates = ", ".join(dict.fromkeys(str(path) for path in found_inside[:5]))
         raise NotFoundError(f"{name} is not a checkpoint, but has some inside", hint=f"did you mean {candidates}?")
-    existing = next((place for place in places if place.exists()), None)
+    existing = next((path for path in places if path.exists()), None)
     if existing is not None:
         raise NotFoundError(
             f"{existing} is not a checkpoint: it has no {METADATA_FILE}", hint=_what_is_there(name, root)
@@ -101,22 +102,32 @@ def resolve(name: str | Path, root: Path | None = None) -> Path:
     raise NotFoundError(f"no checkpoint {name}, neither as a path nor under {root}", hint=_what_is_there(name, root))
 
 
-def find_latest(root: Path | str) -> Latest | None:
+def possible_places(name: str | Place, root: Place | None = None) -> list[Place]:
+    """Where to look for what the user calls `name`, in this order."""
+    if isinstance(name, StorePath) or is_url(str(name)):
+        return [place(name)]
+    below = inside(default_root() if root is None else root, str(name))
+    # A bare name means the root's checkpoint, even when this folder has something of that name.
+    return [place(name), below] if os.sep in str(name) else [below, place(name)]
+
+
+def find_latest(root: Place | str) -> Latest | None:
     """The newest complete checkpoint among the folders named `step-N` under `root`; None when there is none.
 
     Complete means: its metadata parses, every tensor is covered exactly, every byte range lies inside its file.
     """
-    latest, _ = _search_latest(Path(root))
+    latest, _ = _search_latest(place(root))
     return latest
 
 
-def list_checkpoints(root: Path | str) -> list[CheckpointSummary]:
+def list_checkpoints(root: Place | str) -> list[CheckpointSummary]:
     """Everything under `root` that is, or was to become, a checkpoint: those without a step first, then by step.
 
     Reads metadata only. Raises NotFoundError when `root` is a file; a missing root is an empty one.
     """
-    pins = read_pins(Path(root)) if Path(root).is_dir() else {}
-    folders = [path for path in _folders(Path(root)) if is_staging(path) or _looks_like_checkpoint(path)]
+    root = place(root)
+    pins = read_pins(root) if isinstance(root, Path) and root.is_dir() else {}
+    folders = [path for path in _folders(root) if is_staging(path) or _looks_like_checkpoint(path)]
     summaries = [_summarise(path, pins.get(path.name)) for path in folders]
     return sorted(summaries, key=lambda s: (-1 if s.step is None else s.step, s.name))
 
@@ -126,7 +137,7 @@ def is_step_name(name: str) -> bool:
     return _STEP_NAME.fullmatch(name) is not None
 
 
-def _search_latest(root: Path) -> tuple[Latest | None, tuple[tuple[str, str], ...]]:
+def _search_latest(root: Place) -> tuple[Latest | None, tuple[tuple[str, str], ...]]:
     """The newest complete checkpoint, and (name, reason) of all that were passed over on the way to it."""
     passed_over: list[tuple[str, str]] = []
     steps = [path for path in _folders(root) if _STEP_NAME.fullmatch(path.name)]
@@ -138,7 +149,7 @@ def _search_latest(root: Path) -> tuple[Latest | None, tuple[tuple[str, str], ..
     return None, tuple(passed_over)
 
 
-def _resolve_latest(root: Path) -> Path:
+def _resolve_latest(root: Place) -> Place:
     latest, passed_over = _search_latest(root)
     if latest is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over[:3])
@@ -146,19 +157,19 @@ def _resolve_latest(root: Path) -> Path:
     return latest.path
 
 
-def _folders(root: Path) -> list[Path]:
+def _folders(root: Place) -> list[Place]:
     with os_errors(root):
         if root.exists() and not root.is_dir():
             raise NotFoundError(f"{root} is a file, not a folder of checkpoints")
         if not root.exists():
             return []
         for path in list(root.iterdir()):
-            if is_staging(path):
+            if isinstance(path, Path) and is_staging(path):
                 recover(target_of(path))
         return sorted(path for path in root.iterdir() if path.is_dir())
 
 
-def _looks_like_checkpoint(path: Path) -> bool:
+def _looks_like_checkpoint(path: Place) -> bool:
     """True for checkpoints and for what is left of them. A folder named step-N is one, whatever it holds."""
     if not path.is_dir() or path.name.startswith("."):
         return False
@@ -170,7 +181,7 @@ def _looks_like_checkpoint(path: Path) -> bool:
     )
 
 
-def _read(path: Path) -> tuple[Manifest | None, str]:
+def _read(path: Place) -> tuple[Manifest | None, str]:
     """A checkpoint's manifest, or the reason in one line why it can't be used."""
     try:
         return read_manifest(path), ""
@@ -178,7 +189,9 @@ def _read(path: Path) -> tuple[Manifest | None, str]:
         return None, str(error).removeprefix(f"{path}/").removeprefix(f"{path}: ").removeprefix(f"{path} ")
 
 
-def _summarise(path: Path, pinned: str | None) -> CheckpointSummary:
+def _summarise(path: Place, pinned: str | None) -> CheckpointSummary:
+    if isinstance(path, StorePath):
+        return _summarise_listed(path)
     num_bytes, provenance, reason = (None, None, _writer_of(path)) if is_staging(path) else _look_at(path)
     step_name = _STEP_NAME.fullmatch(path.name)
     return CheckpointSummary(
@@ -206,6 +219,26 @@ def _look_at(path: Path) -> tuple[int | None, Provenance | None, str]:
     return (manifest.num_bytes, manifest.provenance, "") if manifest else (None, None, reason)
 
 
+def _summarise_listed(path: StorePath) -> CheckpointSummary:
+    """Of a store's checkpoint only what the listing says: reading thousands of small files would take minutes.
+
+    Its `.metadata` was written last, after all else had been read back.
+    """
+    step_name = _STEP_NAME.fullmatch(path.name)
+    complete = is_checkpoint(path)
+    return CheckpointSummary(
+        name=path.name,
+        path=path,
+        step=int(step_name[1]) if step_name else None,
+        num_bytes=sum((path / name).stat().st_size for name in path.names_below()),
+        complete=complete,
+        reason="" if complete else f"is incomplete: it has no {METADATA_FILE}, which is written last",
+        world_size=None,
+        consumed=None,
+        created=path.stat().st_mtime or None,
+    )
+
+
 def _writer_of(staging: Path) -> str:
     """Who is writing there, or was."""
     owner = owner_of(staging)
@@ -224,7 +257,7 @@ def bytes_on_disk(path: Path) -> int:
     return num_bytes
 
 
-def _consumed(path: Path) -> int | None:
+def _consumed(path: Place) -> int | None:
     try:
         position = read_json(path / POSITION_FILE)
     except CkptoolError:
@@ -242,9 +275,9 @@ def _created(path: Path, recorded: str) -> float | None:
     return None
 
 
-def _what_is_there(name: str | Path, root: Path) -> str:
+def _what_is_there(name: str | Place, root: Place) -> str:
     names = [path.name for path in _folders(root) if _looks_like_checkpoint(path)]
     if not names:
         return f"there are no checkpoints under {root}; --root or CKPTOOL_ROOT says where to look"
-    near = difflib.get_close_matches(Path(name).name, names, n=3)
+    near = difflib.get_close_matches(str(name).rpartition("/")[2], names, n=3)
     return f"did you mean {', '.join(near)}?" if near else f"there: {', '.join(names[:8])}"

@@ -160,9 +160,15 @@ def _base_of(adapter: Adapter, config: TrainConfig, origin: Origin) -> Path:
         return origin.path
     stored = origin.provenance.adapter
     adapter.check_same(stored, origin.path)
-    base = ckptool.resolve(config.init_from or str(stored.get("base")), config.root)
+    base = _local(ckptool.resolve(config.init_from or str(stored.get("base")), config.root))
     adapter.check_base(stored, base)
     return base
+
+
+def _local(path: object) -> Path:
+    if not isinstance(path, Path):
+        raise UsageError(f"{path}: the trainer reads local folders", hint="ckptool copy brings a checkpoint here")
+    return path
 
 
 def _step_of(path: Path) -> int:
@@ -176,16 +182,16 @@ def _resumed(config: TrainConfig) -> Origin | None:
     begins only where no later step is, so what is there now is its own."""
     asked = None
     if config.resume not in ("auto", "never"):
-        asked = _open(ckptool.resolve(config.resume, config.root), is_resume=True)
+        asked = _open(_local(ckptool.resolve(config.resume, config.root)), is_resume=True)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if not is_restart and config.resume != "auto":
         return asked
     latest = ckptool.find_latest(config.root)
-    if latest is not None and (asked is None or _step_of(latest.path) > asked.provenance.step):
-        return _open(latest.path, is_resume=True, passed_over=tuple(latest.passed_over))
+    if latest is not None and (asked is None or _step_of(_local(latest.path)) > asked.provenance.step):
+        return _open(_local(latest.path), is_resume=True, passed_over=tuple(latest.passed_over))
     if config.resume != "auto":
         return asked
-    broken = [s for s in ckptool.list_checkpoints(config.root) if _step_of(s.path) >= 0]
+    broken = [s for s in ckptool.list_checkpoints(config.root) if _step_of(_local(s.path)) >= 0]
     if broken:
         raise DamagedError(
             f"no checkpoint under {config.root} is complete: {'; '.join(f'{s.name}: {s.reason}' for s in broken[-3:])}",
@@ -200,7 +206,7 @@ def _initial(config: TrainConfig) -> Origin:
             f"nothing to resume under {config.root}, and no --init-from",
             hint="ckptool import-hf MODEL, then --init-from with its name",
         )
-    return _open(ckptool.resolve(config.init_from, config.root), is_resume=False)
+    return _open(_local(ckptool.resolve(config.init_from, config.root)), is_resume=False)
 
 
 def _open(path: Path, is_resume: bool, passed_over: tuple[tuple[str, str], ...] = ()) -> Origin:

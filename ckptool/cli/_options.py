@@ -13,6 +13,7 @@ from click.shell_completion import CompletionItem
 
 from ckptool.core.dtypes import DTYPE_OPTIONS
 from ckptool.errors import UsageError
+from ckptool.storage.files import Place
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -22,6 +23,26 @@ _UNIT_BYTES = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _UNITS_IGNORING_CASE = {unit.lower(): num_bytes for unit, num_bytes in _UNIT_BYTES.items()}
+
+
+class PlaceParam(click.ParamType):
+    """A local path or a URL; ~ stands for the home folder."""
+
+    name = "path or URL"
+
+    def __init__(self, is_folder: bool = False) -> None:
+        self._is_folder = is_folder
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Place:
+        from ckptool.storage.place import place
+
+        found = place(value)
+        if self._is_folder and isinstance(found, Path) and found.is_file():
+            self.fail(f"{found} is a file, not a folder.", param, ctx)
+        return found
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
 
 
 class Size(click.ParamType):
@@ -65,13 +86,13 @@ name_argument = click.argument("name", shell_complete=complete_name)
 
 root_option = click.option(
     "--root",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=PlaceParam(is_folder=True),
     envvar="CKPTOOL_ROOT",
     show_envvar=True,
     help="The folder that holds the checkpoints (default ./ckpt).",
 )
 
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FOLDER = PlaceParam(is_folder=True)
 
 
 def root_choices(command: Command) -> Command:
@@ -87,7 +108,7 @@ def root_choices(command: Command) -> Command:
     return click.argument("root", type=_FOLDER, required=False)(option(command))
 
 
-def root_choice(root: Path | None, root_option: Path | None) -> Path | None:
+def root_choice(root: Place | None, root_option: Place | None) -> Place | None:
     """The root that was given; None for the default. Raises UsageError when it was given twice."""
     typed = click.get_current_context().get_parameter_source("root_option") is ParameterSource.COMMANDLINE
     if root is not None and typed:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from ckptool.cli._options import complete_name, dry_run_option, output_options, overwrite_option, root_option
 from ckptool.cli._output import line, show, show_plan, size
 from ckptool.cli._progress import progress_on_stderr
 from ckptool.core.plan import Result
+from ckptool.storage.files import Place
 
 
 @click.command("copy", short_help="Copy a checkpoint, and read the copy back.")
@@ -25,7 +24,7 @@ def command(
     source: str,
     target: str,
     model_only: bool,
-    root: Path | None,
+    root: Place | None,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,

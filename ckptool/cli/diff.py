@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +10,7 @@ import click
 from ckptool.cli._options import complete_name, output_options, root_option
 from ckptool.cli._output import line, message, show, table
 from ckptool.cli._progress import counter_on_stderr
+from ckptool.storage.files import Place
 
 if TYPE_CHECKING:
     from ckptool.ops.diff import Difference
@@ -28,7 +28,7 @@ _NUMBERS = ["DIFFERENT", "MAX ABS", "RELATIVE", "COSINE"]
 @click.option("--top", type=click.IntRange(min=0), default=SHOWN_ROWS, show_default=True, help="Rows of each table.")
 @root_option
 @output_options
-def command(*, one: str, other: str, keys: str, top: int, root: Path | None, as_json: bool, quiet: bool) -> int:
+def command(*, one: str, other: str, keys: str, top: int, root: Place | None, as_json: bool, quiet: bool) -> int:
     """Show what differs between two checkpoints or Hugging Face folders, in any two formats and shardings.
 
     Names, dtypes, shapes, and per tensor the largest absolute difference, that difference relative to the largest

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from ckptool.cli._conversion import Conversion, conversion_options
 from ckptool.cli._options import (
+    PlaceParam,
     Size,
     dtype_option,
     name_argument,
     root_option,
 )
 from ckptool.naming.dialects import dialect_names
+from ckptool.storage.files import Place
 
 
 @click.command("export", short_help="Write a checkpoint as a Hugging Face folder, another trainer's or one .pt file.")
@@ -26,7 +26,7 @@ from ckptool.naming.dialects import dialect_names
     help="hf: a folder that from_pretrained loads (model weights only). torch: one torch.save file with everything. "
     "Others: a DCP checkpoint of the model under that trainer's names.",
 )
-@click.option("--out", type=click.Path(path_type=Path), metavar="PATH", help="Where to write.")
+@click.option("--out", type=PlaceParam(), metavar="PATH", help="Where to write.")
 @dtype_option
 @click.option(
     "--max-shard-size", type=Size(), default="5GB", show_default=True, help="Largest safetensors file (with --to hf)."
@@ -59,7 +59,7 @@ def command(
     *,
     name: str,
     to: str,
-    out: Path | None,
+    out: Place | None,
     dtype: str,
     max_shard_size: int,
     engine: str,
@@ -71,7 +71,7 @@ def command(
     untie: bool,
     keys: tuple[str, ...],
     exclude: tuple[str, ...],
-    root: Path | None,
+    root: Place | None,
     conversion: Conversion,
 ) -> None:
     """Write a checkpoint of any trainer as a Hugging Face folder, as another trainer's, or as one .pt file.

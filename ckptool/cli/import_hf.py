@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from ckptool.cli._conversion import Conversion, conversion_options
@@ -13,6 +11,7 @@ from ckptool.cli._options import (
     dtype_option,
     root_option,
 )
+from ckptool.storage.files import Place
 
 
 @click.command("import-hf", short_help="Turn a Hugging Face model into a distributed checkpoint.")
@@ -44,7 +43,7 @@ def command(
     *,
     src: str,
     name: str | None,
-    root: Path | None,
+    root: Place | None,
     revision: str | None,
     dtype: str,
     chunk_size: int,

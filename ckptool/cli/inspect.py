@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +10,7 @@ import click
 from ckptool.cli._options import name_argument, output_options, root_option
 from ckptool.cli._output import line, message, show, size, table
 from ckptool.core.plan import Result
+from ckptool.storage.files import Place
 
 #: Rows of each table that are shown without --all.
 SHOWN_ROWS = 20
@@ -22,7 +22,7 @@ SHOWN_ROWS = 20
 @click.option("--keys", metavar="GLOB", default="*", help="Only list tensors and objects whose name matches.")
 @click.option("--all", "show_all", is_flag=True, help=f"List every row, not only the first {SHOWN_ROWS}.")
 @output_options
-def command(*, name: str, root: Path | None, keys: str, show_all: bool, as_json: bool, quiet: bool) -> None:
+def command(*, name: str, root: Place | None, keys: str, show_all: bool, as_json: bool, quiet: bool) -> None:
     """Show what one checkpoint holds: tensors, files, objects and where it comes from. Reads no tensor data.
 
     NAME is a path, a name under the root (step-5000), or "latest".

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,12 +10,13 @@ import click
 from ckptool.cli._options import output_options, root_choice, root_choices
 from ckptool.cli._output import duration, line, show, size, table
 from ckptool.core.plan import Result
+from ckptool.storage.files import Place
 
 
 @click.command("ls", short_help="List the checkpoints under the root.")
 @root_choices
 @output_options
-def command(*, root: Path | None, root_option: Path | None, as_json: bool, quiet: bool) -> None:
+def command(*, root: Place | None, root_option: Place | None, as_json: bool, quiet: bool) -> None:
     """List the checkpoints under ROOT: step, size, state, who wrote them and how far the data was read."""
     from ckptool.ops.ls import ls
 

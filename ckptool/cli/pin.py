@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from ckptool.cli._options import name_argument, output_options, root_option
 from ckptool.cli._output import line, show
 from ckptool.core.plan import Result
+from ckptool.storage.files import Place
 
 
 @click.command("pin", short_help="Mark a checkpoint as one that is never pruned.")
@@ -17,7 +16,7 @@ from ckptool.core.plan import Result
 @click.option("--remove", is_flag=True, help="Take the pin away.")
 @root_option
 @output_options
-def command(*, name: str, reason: str, remove: bool, root: Path | None, as_json: bool, quiet: bool) -> None:
+def command(*, name: str, reason: str, remove: bool, root: Place | None, as_json: bool, quiet: bool) -> None:
     """Mark a checkpoint as one that `prune` and the trainer's retention leave alone.
 
     The mark is a file under .pins in the folder that holds the checkpoint; the checkpoint itself is not touched.

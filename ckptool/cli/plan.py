@@ -9,6 +9,7 @@ import click
 from ckptool.cli._options import complete_name, mesh_options, output_options, root_option
 from ckptool.cli._output import line, show, size, table
 from ckptool.core.plan import Result
+from ckptool.storage.files import Place
 
 #: More ranks than this are not listed for people.
 MAX_ROWS = 64
@@ -28,7 +29,7 @@ def command(
     world_size: int | None,
     mesh: str | None,
     placements: Path | None,
-    root: Path | None,
+    root: Place | None,
     as_json: bool,
     quiet: bool,
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +12,7 @@ from ckptool.cli._options import dry_run_option, output_options, root_choice, ro
 from ckptool.cli._output import line, message, show, size
 from ckptool.core.plan import Result
 from ckptool.errors import UsageError
+from ckptool.storage.files import Place
 
 if TYPE_CHECKING:
     from ckptool.ops.prune import PrunePlan
@@ -54,8 +54,8 @@ class Duration(click.ParamType):
 @output_options
 def command(
     *,
-    root: Path | None,
-    root_option: Path | None,
+    root: Place | None,
+    root_option: Place | None,
     keep_last: int | None,
     keep_every: int | None,
     keep_within: float | None,

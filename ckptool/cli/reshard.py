@@ -12,6 +12,7 @@ from ckptool.cli._options import (
     mesh_options,
     root_option,
 )
+from ckptool.storage.files import Place
 
 
 @click.command("reshard", short_help="Store a checkpoint for another world size or mesh.")
@@ -31,7 +32,7 @@ def command(
     placements: Path | None,
     model_only: bool,
     rewrite: bool,
-    root: Path | None,
+    root: Place | None,
     conversion: Conversion,
 ) -> None:
     """Write checkpoint NAME as NEW, stored for the ranks of another world size or mesh.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +9,7 @@ import click
 from ckptool.cli._options import complete_path, name_argument, output_options, root_option
 from ckptool.cli._output import line, message, show, size
 from ckptool.cli._progress import counter_on_stderr
+from ckptool.storage.files import Place
 
 if TYPE_CHECKING:
     from ckptool.ops.verify import Verification
@@ -47,7 +47,7 @@ def command(
     against: str | None,
     finite: bool,
     subset: str,
-    root: Path | None,
+    root: Place | None,
     as_json: bool,
     quiet: bool,
 ) -> int:

@@ -7,7 +7,6 @@ import gc
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.box import Box
@@ -19,8 +18,9 @@ from ckptool.errors import DamagedError, NotFoundError, UnsupportedError
 from ckptool.formats import dcp_stubs as stubs
 from ckptool.storage import safe_pickle
 from ckptool.storage.digests_file import is_ours
-from ckptool.storage.files import os_errors, read_json, safe_join
+from ckptool.storage.files import Place, os_errors, read_bytes, read_json, safe_join
 from ckptool.storage.pickle_scan import MAX_PICKLE_BYTES
+from ckptool.storage.place import place
 from ckptool.storage.safe_pickle import describe, pairs
 from ckptool.storage.seal import unseal
 
@@ -32,21 +32,21 @@ MODEL_PREFIX = "model."
 _Place = tuple[Any, Locator]
 
 
-def read_manifest(path: Path | str) -> Manifest:
+def read_manifest(path: Place | str) -> Manifest:
     """Read and check everything a checkpoint folder says about itself.
 
     Raises NotFoundError when `path` is no DCP folder (the hint names checkpoints inside it), DamagedError when it is
     incomplete or contradicts itself, UnsafeError when it wants to run code or to read outside its folder, and
     UnsupportedError when its bytes were transformed (compressed, encrypted) by an extension.
     """
-    folder = Path(path)
+    folder = place(path)
     manifest = parse_manifest(folder, read_provenance(folder))
     manifest.check_cover()
     check_sizes(manifest)
     return manifest
 
 
-def parse_manifest(folder: Path, provenance: Provenance | None) -> Manifest:
+def parse_manifest(folder: Place, provenance: Provenance | None) -> Manifest:
     """What `.metadata` says, not yet held against itself and the files: `read_manifest` without its last two checks.
 
     Raises what `read_manifest` raises.
@@ -60,33 +60,35 @@ def parse_manifest(folder: Path, provenance: Provenance | None) -> Manifest:
     return manifest
 
 
-def read_provenance(path: Path | str) -> Provenance | None:
+def read_provenance(path: Place | str) -> Provenance | None:
     """The content of a checkpoint's `ckptool.json`; None when it has none. Raises DamagedError when it is malformed."""
-    file = Path(path) / PROVENANCE_FILE
+    file = place(path) / PROVENANCE_FILE
     return Provenance.from_json(read_json(file), str(file)) if file.exists() else None
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Place) -> bool:
     """True for a folder with a `.metadata` file."""
     return (path / METADATA_FILE).is_file()
 
 
-def checkpoints_inside(folder: Path, max_depth: int = 2) -> list[Path]:
+def checkpoints_inside(folder: Place, max_depth: int = 2) -> list[Place]:
     """The checkpoint folders below `folder`, sorted; hidden folders are not looked into."""
-    found: list[Path] = []
-    for child in sorted(folder.iterdir()) if max_depth and folder.is_dir() else []:
+    found: list[Place] = []
+    children: list[Place] = sorted(folder.iterdir()) if max_depth and folder.is_dir() else []
+    for child in children:
         if child.is_dir() and not child.name.startswith("."):
             found += [child] if is_checkpoint(child) else checkpoints_inside(child, max_depth - 1)
     return found
 
 
-def _read_metadata_file(folder: Path) -> bytes:
+def _read_metadata_file(folder: Place) -> bytes:
     file = folder / METADATA_FILE
     with os_errors(file):
         if file.is_file():
-            if file.stat().st_size > MAX_PICKLE_BYTES:
+            num_bytes = file.stat().st_size
+            if num_bytes > MAX_PICKLE_BYTES:
                 raise DamagedError(f"{file} is larger than any real checkpoint's metadata")
-            return file.read_bytes()
+            return read_bytes(file, num_bytes)
         if not folder.exists():
             raise NotFoundError(f"no such checkpoint: {folder}")
         if not folder.is_dir():
@@ -104,7 +106,7 @@ def _read_metadata_file(folder: Path) -> bytes:
     )
 
 
-def _to_manifest(metadata: Any, folder: Path, provenance: Provenance | None) -> Manifest:
+def _to_manifest(metadata: Any, folder: Place, provenance: Provenance | None) -> Manifest:
     location = str(folder / METADATA_FILE)
     try:
         return _read_records(metadata, folder, provenance, location)
@@ -112,7 +114,7 @@ def _to_manifest(metadata: Any, folder: Path, provenance: Provenance | None) -> 
         raise DamagedError(f"{location}: a damaged record: {error}") from error
 
 
-def _read_records(metadata: Any, folder: Path, provenance: Provenance | None, location: str) -> Manifest:
+def _read_records(metadata: Any, folder: Place, provenance: Provenance | None, location: str) -> Manifest:
     if type(metadata) is not stubs.Metadata or type(metadata.state_dict_metadata) is not list:
         raise DamagedError(f"{location} does not hold checkpoint metadata")
     places, files = _read_places(metadata.storage_data, folder, location)
@@ -148,7 +150,7 @@ def _read_save_id(storage_meta: Any) -> str:
     return save_id if isinstance(save_id, str) else ""
 
 
-def _read_places(storage_data: Any, folder: Path, location: str) -> tuple[dict[str, list[_Place]], dict[str, int]]:
+def _read_places(storage_data: Any, folder: Place, location: str) -> tuple[dict[str, list[_Place]], dict[str, int]]:
     """By fqn, where its bytes lie; and the sizes in bytes of the files that exist."""
     if type(storage_data) is not list:
         raise DamagedError(f"{location} does not say where its bytes are")

@@ -9,7 +9,6 @@ import re
 import struct
 import zipfile
 from collections import OrderedDict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.box import Box
@@ -20,7 +19,8 @@ from ckptool.formats.dcp_entry import StoredTensor, read_entry
 from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.storage import safe_pickle
 from ckptool.storage.crc import PiecewiseCrc32
-from ckptool.storage.files import RangeReader
+from ckptool.storage.files import Place
+from ckptool.storage.place import place, range_reader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +32,12 @@ _PIECE_BYTES = 16 << 20
 class DcpSource:
     """A checkpoint folder as a Source. Reads only the bytes asked for; whole rows where a box takes part of them."""
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Place | str) -> None:
         #: Off for callers who compare digests of all that they read.
         self.check_crc = True
-        self.manifest: Manifest = read_manifest(path)
-        self.reader = RangeReader(Path(path))
+        folder = place(path)
+        self.manifest: Manifest = read_manifest(folder)
+        self.reader = range_reader(folder)
         self._entries: OrderedDict[Locator, StoredTensor] = OrderedDict()
         self._strided: tuple[Locator, bytearray] | None = None
         self._checksums: dict[Locator, PiecewiseCrc32] = {}
@@ -92,12 +93,12 @@ class DcpSource:
         row_elements = Box.whole(stored.shape[1:]).num_elements
         rows_at_once = max(1, _PIECE_BYTES // (row_elements * itemsize))
         columns = slices(source)[1:]
-        for piece, place in zip(source.split_rows(rows_at_once), target.split_rows(rows_at_once), strict=True):
+        for piece, spot in zip(source.split_rows(rows_at_once), target.split_rows(rows_at_once), strict=True):
             num_rows = piece.sizes[0]
             buffer = memoryview(bytearray(num_rows * row_elements * itemsize))
             self._read_run(locator, stored, piece.offsets[0] * row_elements * itemsize, buffer, itemsize)
             rows = element_view(buffer, (num_rows, *stored.shape[1:]), itemsize)
-            out[slices(place)].copy_(rows[(slice(None), *columns)])
+            out[slices(spot)].copy_(rows[(slice(None), *columns)])
 
     def _read_run(self, locator: Locator, stored: StoredTensor, start: int, out: memoryview, itemsize: int) -> None:
         """Read contiguous bytes of the tensor, from its byte `start` on."""

@@ -16,7 +16,9 @@ from ckptool.errors import DamagedError, MismatchError, NotFoundError, Unsupport
 from ckptool.formats.hf_consumed import CONSUMED_SUFFIX, is_consumed, original_name
 from ckptool.formats.safetensors_file import read_header
 from ckptool.formats.torch_weights import TorchWeights
-from ckptool.storage.files import RangeReader, os_errors, read_json, safe_join
+from ckptool.storage.files import Place, os_errors, read_json, safe_join
+from ckptool.storage.place import fetched, files_below, range_reader
+from ckptool.storage.store_path import StorePath
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -81,9 +83,9 @@ class HfSource:
     The weights are safetensors files, or, where there are none, the older `pytorch_model*.bin`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.folder = path if path.is_dir() else path.parent
-        self._reader = RangeReader(self.folder)
+    def __init__(self, path: Place) -> None:
+        self.folder: Place = path if path.is_dir() else path.parent
+        self._reader = range_reader(self.folder)
         self._torch_files: dict[str, TorchWeights] = {}
         self.notes: list[str] = []
         #: Files of which something has been read.
@@ -179,7 +181,7 @@ class HfSource:
         return read_header(self._reader, file)[0]
 
 
-def read_index(path: Path) -> dict[str, str]:
+def read_index(path: Place) -> dict[str, str]:
     """The `weight_map` of an index: tensor name -> file name. Raises DamagedError when it is no such map."""
     record = read_json(path)
     weight_map = record.get("weight_map") if isinstance(record, dict) else None
@@ -192,17 +194,18 @@ def is_weight_file(name: str) -> bool:
     return any(fnmatch.fnmatchcase(os.path.basename(name), pattern) for pattern in WEIGHT_PATTERNS)
 
 
-def side_files(folder: Path) -> list[str]:
+def side_files(folder: Place) -> list[str]:
     """Every file below `folder` that holds no weights, as relative names; hidden files and folders are left out.
 
     Raises UnsafeError for a link out of the folder: a stranger's link must not pick files of this machine to be copied.
     """
-    names: list[str] = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        relative = Path(parent).relative_to(folder)
-        names.extend((relative / f).as_posix() for f in files if not f.startswith(".") and not is_weight_file(f))
+    names = [name for name in files_below(folder) if not is_weight_file(name)]
     return sorted(name for name in names if safe_join(folder, name).is_file())
+
+
+def model_folder(folder: Place) -> Path:
+    """A local folder with what a model needs beside its weights: `folder` itself, or copies of a store's side files."""
+    return fetched(folder, side_files(folder) if isinstance(folder, StorePath) else ())
 
 
 def copy_side_files(source: Path, target: Path, names: Iterable[str]) -> None:

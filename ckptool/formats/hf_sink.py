@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class HfSink:
         return SafetensorsWriter(self._folder / file, part)
 
     def finish(self, records: Sequence[FileRecord]) -> None:
-        """Write the index when there is more than one file, and read every header back."""
+        """Write the index when there is more than one file."""
         if len(self._parts) > 1:
             entries = [(e, part.files[0]) for part in self._parts for item in part.items for e in item.targets]
             record = {
@@ -54,16 +55,6 @@ class HfSink:
                 "weight_map": dict(sorted((entry.fqn, file) for entry, file in entries)),
             }
             write_json(self._folder / INDEX_NAME, record)
-        self._read_back()
-
-    def _read_back(self) -> None:
-        reader = RangeReader(self._folder)
-        for part in self._parts:
-            entries, _ = read_header(reader, part.files[0])
-            expected = {e.fqn: (e.dtype, e.shape) for item in part.items for e in item.targets}
-            if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != expected:
-                raise StorageError(f"{self._folder / part.files[0]}: what was written does not read back as it should")
-        reader.close()
 
 
 class SafetensorsWriter:
@@ -93,13 +84,21 @@ class SafetensorsWriter:
         raise UnsupportedError(f"safetensors files can't hold the object {fqn}")
 
     def close(self) -> list[FileRecord]:
-        """Flush the file to the disk. Raises MismatchError when it is not whole."""
+        """Flush the file to the disk and read its header back. Raises MismatchError when it is not whole."""
         if self._file.tell() != self._file_bytes:
             raise MismatchError(f"{self._path}: {self._file.tell()} of {self._file_bytes} bytes were written")
         with os_errors(self._path):
             self._file.close()
+        self._read_back()
         digest = self._file.digest()
         return [FileRecord(self._path.name, digest.num_bytes, digest.blake3)]
 
     def abandon(self) -> None:
         self._file.abandon()
+
+    def _read_back(self) -> None:
+        with contextlib.closing(RangeReader(self._path.parent)) as reader:
+            entries, _ = read_header(reader, self._path.name)
+        written = {fqn: (entry.dtype, entry.shape) for fqn, entry in self._entries.items()}
+        if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != written:
+            raise StorageError(f"{self._path}: what was written does not read back as it should")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.box import Box
@@ -16,7 +15,8 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, NotFoundError, name_some
 from ckptool.formats.torch_weights import TorchWeights
-from ckptool.storage.files import RangeReader, read_json
+from ckptool.storage.files import Place, read_json
+from ckptool.storage.place import range_reader
 
 PARAMS_NAME = "params.json"
 _PATTERN = "consolidated.*.pth"
@@ -33,9 +33,9 @@ class MetaSource:
     Raises DamagedError when a file lacks a name that another has.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
-        self._reader = RangeReader(folder)
+        self._reader = range_reader(folder)
         files = sorted(fnmatch.filter([path.name for path in folder.iterdir()], _PATTERN))
         if not (folder / PARAMS_NAME).exists():
             raise NotFoundError(f"{folder} has no {PARAMS_NAME}, without which its weights mean nothing")
@@ -64,7 +64,7 @@ class MetaSource:
         self._reader.close()
 
 
-def _read_params(path: Path) -> dict[str, Any]:
+def _read_params(path: Place) -> dict[str, Any]:
     """The model's numbers, which some releases put under a key of their own."""
     record = read_json(path)
     params = record.get("model", record) if isinstance(record, dict) else None

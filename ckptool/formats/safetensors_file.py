@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.core.tensors import Chunk, Locator, TensorEntry, is_possible_shape
 from ckptool.errors import DamagedError, UnsupportedError
-from ckptool.storage.files import RangeReader, os_errors
+from ckptool.storage.files import Place, RangeReader, os_errors
 
 #: The library refuses longer headers, and so do we.
 MAX_HEADER_BYTES = 100_000_000
@@ -74,7 +73,7 @@ def read_header(reader: RangeReader, file: str) -> tuple[dict[str, TensorEntry],
     return entries, metadata
 
 
-def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
+def _parse_json(raw: bytes, path: Place) -> dict[str, Any]:
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         if len(set(keys)) != len(keys):
@@ -90,7 +89,7 @@ def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     return header
 
 
-def _entry(path: Path, file: str, name: str, record: Any, start: int) -> TensorEntry:
+def _entry(path: Place, file: str, name: str, record: Any, start: int) -> TensorEntry:
     try:
         dtype_name, shape, (begin, end) = record["dtype"], record["shape"], record["data_offsets"]
     except (TypeError, KeyError, ValueError) as error:
@@ -108,7 +107,7 @@ def _entry(path: Path, file: str, name: str, record: Any, start: int) -> TensorE
     return TensorEntry(name, dtype, tuple(shape), (Chunk(box, Locator(file, start + begin, num_bytes)),))
 
 
-def _check_ranges(path: Path, entries: Mapping[str, TensorEntry], start: int, file_bytes: int) -> None:
+def _check_ranges(path: Place, entries: Mapping[str, TensorEntry], start: int, file_bytes: int) -> None:
     ranges = sorted((e.chunks[0].locator.offset, e.num_bytes) for e in entries.values() if e.chunks[0].locator)
     position = start
     for offset, num_bytes in ranges:

@@ -8,7 +8,6 @@ torch's HuggingFaceStorageWriter writes it with save_distributed=True, as NeMo A
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.box import Box
@@ -16,7 +15,8 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import Chunk, Locator, TensorEntry
 from ckptool.errors import DamagedError, NotFoundError
 from ckptool.formats.safetensors_file import read_header
-from ckptool.storage.files import RangeReader
+from ckptool.storage.files import Place
+from ckptool.storage.place import range_reader
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 FILE_PATTERN = "shard-*.safetensors"
@@ -26,10 +26,10 @@ _SIDE_FOLDER = ".hf_metadata"
 _PIECE_BYTES = 8 << 20
 
 
-def is_sharded_folder(folder: Path) -> bool:
+def is_sharded_folder(folder: Place) -> bool:
     """True when a folder's weights are such parts. Raises DamagedError for a file that is no safetensors file."""
     first = min(folder.glob(FILE_PATTERN), default=None)
-    return first is not None and SHARDING_KEY in read_header(RangeReader(folder), first.name)[1]
+    return first is not None and SHARDING_KEY in read_header(range_reader(folder), first.name)[1]
 
 
 class ShardedSafetensors:
@@ -38,11 +38,11 @@ class ShardedSafetensors:
     Raises DamagedError for parts that don't make whole tensors.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         beside = path / _SIDE_FOLDER
         self.folder = beside if (beside / "config.json").is_file() else path
         self.notes: list[str] = []
-        self._reader = RangeReader(path)
+        self._reader = range_reader(path)
         files = sorted(file.name for file in path.glob(FILE_PATTERN))
         parts: dict[str, list[tuple[str, Chunk]]] = {}
         for file in files:
@@ -82,7 +82,7 @@ class ShardedSafetensors:
     def close(self) -> None:
         self._reader.close()
 
-    def _read_file(self, path: Path) -> list[tuple[str, str, Chunk]]:
+    def _read_file(self, path: Place) -> list[tuple[str, str, Chunk]]:
         entries, metadata = read_header(self._reader, path.name)
         try:
             info = json.loads(metadata[SHARDING_KEY])
@@ -102,7 +102,7 @@ def _place(entry: TensorEntry) -> Locator | None:
     return entry.chunks[0].locator
 
 
-def _whole(path: Path, name: str, parts: list[tuple[str, Chunk]]) -> TensorEntry:
+def _whole(path: Place, name: str, parts: list[tuple[str, Chunk]]) -> TensorEntry:
     """The tensor that reaches as far as its parts do: a header doesn't say how large it is."""
     dtypes = {dtype for dtype, _ in parts}
     dims = {len(chunk.box.sizes) for _, chunk in parts}

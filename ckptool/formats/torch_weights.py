@@ -24,7 +24,7 @@ from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.formats.dcp_entry import _GLOBALS, StoredTensor, _check_extent, _check_pickled, _Pickled, _Storage
 from ckptool.storage import safe_pickle
 from ckptool.storage.crc import PiecewiseCrc32
-from ckptool.storage.files import RangeReader, open_regular, os_errors
+from ckptool.storage.files import RangeReader, open_binary, os_errors
 from ckptool.storage.safe_pickle import FrozenType, KeyCheckedDict
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class TorchWeights:
         self._reader = reader
         self._file = file
         path = reader.path_of(file)
-        with os_errors(path), open(open_regular(path), "rb") as opened:
+        with os_errors(path), open_binary(path) as opened:
             is_zip = opened.read(len(_ZIP_START)) == _ZIP_START
             self._stored = _read_zip(opened, str(path)) if is_zip else _read_old(opened, str(path))
         self.tensors = {name: _entry(name, file, stored) for name, stored in self._stored.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.box import Box
@@ -15,7 +14,7 @@ from ckptool.naming.adapter_names import LowRank, find_adapter, is_matrix
 from ckptool.ops.model_source import ModelSource, find_config
 from ckptool.runs import resolve
 from ckptool.storage.digests_file import DIGESTS_FILE
-from ckptool.storage.files import read_json
+from ckptool.storage.files import Place, read_json
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def refuse_adapter(source: ModelSource) -> None:
         )
 
 
-def find_base(path: Path, adapter: Adapter, base: str, root: Path | None) -> Path:
+def find_base(path: Place, adapter: Adapter, base: str, root: Place | None) -> Place:
     """The checkpoint of the weights that the adapter belongs to: `base`, else the recorded one beside it.
 
     Raises UsageError when none is named, MismatchError when its weights are not those that were trained on.
@@ -68,7 +67,7 @@ def find_base(path: Path, adapter: Adapter, base: str, root: Path | None) -> Pat
     return found
 
 
-def _digest_of_weights(path: Path) -> str:
+def _digest_of_weights(path: Place) -> str:
     """As the trainer records it: SHA-256 over the digests of the model's tensors."""
     if not (path / DIGESTS_FILE).exists():
         return ""
@@ -83,7 +82,7 @@ class MergedSource(ModelSource):
     stores its weight the other way round).
     """
 
-    def __init__(self, base: Path, adapter: Adapter, matrices: ModelSource, config: str) -> None:
+    def __init__(self, base: Place, adapter: Adapter, matrices: ModelSource, config: str) -> None:
         super().__init__(base)
         self._matrices = matrices
         self._adapter = adapter
@@ -112,7 +111,7 @@ class MergedSource(ModelSource):
         self._matrices.read_into(MODEL_PREFIX + name, box, memoryview(buffer))
         return torch.frombuffer(buffer, dtype=getattr(torch, entry.dtype)).view(box.sizes).float()
 
-    def _check_layers(self, base: Path, config: str) -> None:
+    def _check_layers(self, base: Place, config: str) -> None:
         import torch
 
         from ckptool.naming.meta_model import build_meta_model, read_config

@@ -10,7 +10,8 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.parts import Part
 from ckptool.errors import UsageError
 from ckptool.formats.hf_consumed import CONSUMED_SUFFIX, consume, is_consumed, original_name
-from ckptool.storage.files import fsync_path, os_errors
+from ckptool.storage.files import Place, fsync_path, os_errors
+from ckptool.storage.store_path import StorePath
 
 
 class Consumer:
@@ -29,8 +30,10 @@ class Consumer:
         self._kept = kept
         self._sizes = source.files
 
-    def freed_bytes(self, target: Path) -> int:
+    def freed_bytes(self, target: Place) -> int:
         """What the disk of `target` has back before the checkpoint is whole: all but the last files, if it is there."""
+        if isinstance(target, StorePath):
+            return 0
         parent = next(parent for parent in target.parents if parent.exists())
         with os_errors(self._folder):
             if os.stat(parent).st_dev != os.stat(self._folder).st_dev:

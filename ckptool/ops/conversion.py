@@ -21,9 +21,11 @@ from ckptool.errors import CkptoolError, DamagedError, MismatchError, UnsafeErro
 from ckptool.formats.hf_consumed import original_name
 from ckptool.ops.consume import Consumer
 from ckptool.storage.digest import digest_file
-from ckptool.storage.files import os_errors, safe_join
+from ckptool.storage.files import Place, os_errors, safe_join
 from ckptool.storage.journal import JOURNAL_PATTERN, Journal, read_journals
+from ckptool.storage.place import file_version
 from ckptool.storage.staging import Staging, create_staging
+from ckptool.storage.upload import Upload
 
 if TYPE_CHECKING:
     from ckptool.ranks import Ranks
@@ -60,7 +62,8 @@ class Execution:
 def convert(
     plan: Plan,
     source: Source,
-    source_path: Path,
+    source_path: Place,
+    target: Place,
     open_sink: Callable[[Path], Sink],
     how: Execution,
     *,
@@ -68,7 +71,7 @@ def convert(
     after: Callable[[Path], None] = lambda content: None,
     consumer: Consumer | None = None,
 ) -> list[str]:
-    """Carry out `plan` and publish what it makes as `plan.target`; returns notes on what happened.
+    """Carry out `plan` and publish what it makes as `target`; returns notes on what happened.
 
     `before(content)` puts beside the parts what must be there when the sink finishes, `after(content)` what comes after
     it, both on one process. `consumer` is told of each part that is safe. An attempt that fails or is killed leaves
@@ -79,8 +82,9 @@ def convert(
 
     notes: list[str] = []
     key = fingerprint(plan, source_path, source.manifest.files)
-    with _staged(Path(plan.target), key, how) as content:
-        done = _on_first(how, lambda: _parts_done(content, plan, key, how, notes))
+    with _staged(target, key, how) as staging:
+        content = staging.content
+        done = _on_first(how, lambda: _parts_done(staging, plan, key, how, notes))
         _on_first(how, lambda: before(content))
         sink = open_sink(content)
         rank, world_size = (how.ranks.rank, how.ranks.world_size) if how.ranks else (0, 1)
@@ -97,9 +101,12 @@ def convert(
         lock = threading.Lock()
 
         def on_done(records: list[FileRecord]) -> None:
+            for record in records:
+                if record.blake3 and isinstance(staging, Upload):
+                    staging.keep(record, key)
             with lock, os_errors(content):
                 for record in records:
-                    if record.blake3:
+                    if record.blake3 and not isinstance(staging, Upload):
                         journal.append(record.to_json())
                 if consumer:
                     consumer.done(part_of[records[0].file], content)
@@ -125,36 +132,56 @@ def convert(
     return notes
 
 
-def fingerprint(plan: Plan, source_path: Path, files: Collection[str]) -> str:
+def fingerprint(plan: Plan, source_path: Place, files: Collection[str]) -> str:
     """Equal for equal work: the same files, by name, size and time of change, and the same plan made of them.
 
     `files` are those that the source reads (none: all in its folder).
     """
     if files:
-        found = {original_name(file): source_path / file for file in files}
+        found: dict[str, Place] = {original_name(file): source_path / file for file in files}
     else:
-        found = {str(path.relative_to(source_path)): path for path in source_path.rglob("*") if path.is_file()}
+        everything: Iterator[Place] = source_path.rglob("*")
+        found = {str(path).removeprefix(str(source_path)): path for path in everything if path.is_file()}
     if source_path.is_file():
         found = {source_path.name: source_path}
-    stats = [(name, path.stat()) for name, path in sorted(found.items())]
+    versions = [(name, file_version(path)) for name, path in sorted(found.items())]
     parts = [
         [part.files, *part.objects, *((item.label, item.sources, item.targets) for item in part.items)]
         for part in plan.parts
     ]
-    hasher = blake3(json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]).encode())
+    hasher = blake3(json.dumps(versions).encode())
     for part in parts:
         hasher.update(repr(part).encode())
     hasher.update(repr([plan.verb, plan.source, plan.target, __version__]).encode())
     return hasher.hexdigest()
 
 
-def _parts_done(content: Path, plan: Plan, key: str, how: Execution, notes: list[str]) -> dict[str, FileRecord]:
-    """The parts that an interrupted attempt finished, each read back and found whole; anything else it left is removed.
-
-    Their journal is written anew, so that it holds nothing but these.
-    """
+def _parts_done(
+    staging: Staging | Upload, plan: Plan, key: str, how: Execution, notes: list[str]
+) -> dict[str, FileRecord]:
+    """What an interrupted attempt finished, by file; says so in `notes`."""
     if how.is_file:
         return {}
+    if isinstance(staging, Upload):
+        done, is_new = staging.begin(key, how.resume), False
+        # Of parts with several files, all must be there.
+        parts = [part for part in plan.parts if done.keys() >= set(part.files)]
+        done = {file: done[file] for part in parts for file in part.files}
+    else:
+        done, is_new = _local_parts_done(staging.content, plan, key)
+    if done:
+        num_done = sum(part.files[0] in done for part in plan.parts)
+        notes.append(f"went on from an interrupted attempt: {num_done} of {len(plan.parts)} parts were done")
+    elif is_new and how.resume:
+        notes.append("started over: the source or the options are not those of the interrupted attempt")
+    return done
+
+
+def _local_parts_done(content: Path, plan: Plan, key: str) -> tuple[dict[str, FileRecord], bool]:
+    """The parts that an interrupted attempt finished, each read back and found whole; anything else it left is removed.
+
+    Their journal is written anew, so that it holds nothing but these. Also returns whether there was any journal.
+    """
     with os_errors(content):
         had_journal = any(content.parent.glob(JOURNAL_PATTERN))
         whole: dict[str, FileRecord] = {}
@@ -175,28 +202,26 @@ def _parts_done(content: Path, plan: Plan, key: str, how: Execution, notes: list
         journal = Journal(content.parent, key)
         for record in done.values():
             journal.append(record.to_json())
-    if done:
-        notes.append(f"went on from an interrupted attempt: {len(parts)} of {len(plan.parts)} parts were done")
-    elif had_journal and how.resume:
-        notes.append("started over: the source or the options are not those of the interrupted attempt")
-    return done
+    return done, had_journal
 
 
 @contextlib.contextmanager
-def _staged(target: Path, key: str, how: Execution) -> Iterator[Path]:
-    """Yield the folder to write into, or the path of a file, and publish it when the block ends well.
+def _staged(target: Place, key: str, how: Execution) -> Iterator[Staging | Upload]:
+    """Yield what has the folder to write into, or the path of a file, and publish that when the block ends well.
 
     When it raises, what is there is removed, unless some parts were done that another attempt can go on from.
     """
-    staging = _on_first(how, lambda: _create(target, how))
+    staging = _create(target, how)
     try:
-        _on_first(how, lambda: _make_content(staging))
-        yield staging.content
+        _make_content(staging, how)
+        yield staging
         _on_first(how, staging.publish)
     except BaseException as error:
         # What is wrong with the data is not put right by going on.
         useless = isinstance(error, DamagedError | MismatchError | UnsafeError | UnsupportedError)
-        if how.is_first and not useless and read_journals(staging.content.parent, key):
+        if isinstance(staging, Upload):
+            staging.discard()
+        elif how.is_first and not useless and read_journals(staging.content.parent, key):
             staging.suspend()
             if isinstance(error, CkptoolError):
                 error.hint = f"{error.hint}; {GOES_ON}" if error.hint else GOES_ON
@@ -205,14 +230,20 @@ def _staged(target: Path, key: str, how: Execution) -> Iterator[Path]:
         raise
 
 
-def _create(target: Path, how: Execution) -> Staging:
-    return create_staging(target, how.overwrite, is_file=how.is_file, keep_left=how.resume and not how.is_file)
+def _create(target: Place, how: Execution) -> Staging | Upload:
+    if isinstance(target, Path):
+        keep_left = how.resume and not how.is_file
+        return _on_first(how, lambda: create_staging(target, how.overwrite, is_file=how.is_file, keep_left=keep_left))
+    return Upload(target, how.overwrite, how.is_file)  # every rank has a folder of its own to upload from
 
 
-def _make_content(staging: Staging) -> None:
-    if not staging.is_file:
-        with os_errors(staging.content):
-            staging.content.mkdir(exist_ok=True)
+def _make_content(staging: Staging | Upload, how: Execution) -> None:
+    def make() -> None:
+        if not staging.is_file:
+            with os_errors(staging.content):
+                staging.content.mkdir(exist_ok=True)
+
+    make() if isinstance(staging, Upload) else _on_first(how, make)
 
 
 def _on_first(how: Execution, step: Callable[[], Value]) -> Value:

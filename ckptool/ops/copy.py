@@ -6,30 +6,39 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
 
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import cut_tensor
 from ckptool.core.interfaces import Progress
+from ckptool.core.parts import FileRecord
 from ckptool.core.plan import Plan, Result
 from ckptool.errors import DamagedError, NotFoundError, StorageError
 from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, read_manifest
 from ckptool.formats.dcp_sink import dcp_parts
 from ckptool.naming.groups import keep_names
 from ckptool.ops.checks.stored_bytes import check_bytes
-from ckptool.ops.checks.structure import check_structure, visible_files
+from ckptool.ops.checks.structure import check_structure
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, FileDigest, read_digests
-from ckptool.storage.files import os_errors, safe_join
+from ckptool.storage.files import Place, open_binary, os_errors, safe_join
 from ckptool.storage.hashing import HashingFile
+from ckptool.storage.place import file_version, files_below
 from ckptool.storage.staging import refuse_existing, staged_directory
+from ckptool.storage.store_path import StorePath
+from ckptool.storage.upload import MARKERS, Upload
 
 _PIECE_BYTES = 8 << 20
+_NUM_UPLOADS = 4
 _CHUNK_BYTES = 32 << 20
 _CHUNK_OVERHEAD_BYTES = 1600
 
@@ -38,7 +47,7 @@ def copy(
     name: str,
     target_name: str,
     *,
-    root: Path | None = None,
+    root: Place | None = None,
     model_only: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -64,31 +73,66 @@ def copy(
 
 
 def _copy_folder(
-    path: Path, target: Path, overwrite: bool, dry_run: bool, progress: Callable[[Plan], Progress] | None
+    path: Place, target: Place, overwrite: bool, dry_run: bool, progress: Callable[[Plan], Progress] | None
 ) -> Plan:
     manifest = read_manifest(path)
     digests = read_digests(path, manifest.save_id)
     listed = digests.files if digests else {}
     last = [name for name in (DIGESTS_FILE, METADATA_FILE) if (path / name).exists()]
-    names = [*sorted((set(visible_files(path)) | set(listed)) - set(last)), *last]
+    names = [*sorted((set(files_below(path)) | set(listed)) - set(last)), *last]
     with os_errors(path):
         num_bytes = sum(safe_join(path, name).stat().st_size for name in names)
     plan = Plan("copy", str(path), str(target), (), num_bytes, num_bytes, _PIECE_BYTES, num_bytes)
     check_disk(target, plan)
-    if not dry_run:
+    if dry_run:
+        return plan
+    report = progress(plan) if progress else None
+    if isinstance(target, StorePath):
+        _copy_into_store(path, target, names, listed, overwrite, report)
+    else:
         with staged_directory(target, overwrite) as staging:
-            report = progress(plan) if progress else None
             for name in names:
                 copy_file(path, staging, name, listed.get(name), report)
     return plan
 
 
-def copy_file(source: Path, target: Path, name: str, recorded: FileDigest | None, report: Progress | None) -> None:
-    """Copy one file, flush it, and compare what the disk gives back with what was read."""
+def _copy_into_store(
+    path: Place,
+    target: StorePath,
+    names: Sequence[str],
+    listed: Mapping[str, FileDigest],
+    overwrite: bool,
+    report: Progress | None,
+) -> None:
+    """Bring up a few files at a time; those of an interrupted attempt that are there already are left out."""
+    versions = [(name, file_version(safe_join(path, name))) for name in names]
+    key = blake3(repr([str(path), versions]).encode()).hexdigest()
+    upload = Upload(target, overwrite)
+    try:
+        done = upload.begin(key)
+
+        def bring(name: str) -> None:
+            digest = copy_file(path, upload.content, name, listed.get(name), report)
+            if name not in MARKERS:
+                upload.keep(FileRecord(name, digest.num_bytes, digest.blake3), key)
+
+        with ThreadPoolExecutor(_NUM_UPLOADS, "copy") as workers:
+            for _ in workers.map(bring, [name for name in names if name not in done]):
+                pass
+        upload.publish()
+    finally:
+        upload.discard()
+
+
+def copy_file(
+    source: Place, target: Path, name: str, recorded: FileDigest | None, report: Progress | None
+) -> FileDigest:
+    """Copy one file, flush it, and compare what the disk gives back with what was read; its digest."""
     origin, copied = safe_join(source, name), target / name
     with os_errors(copied):
         copied.parent.mkdir(parents=True, exist_ok=True)
-        with origin.open("rb", buffering=0) as reader, contextlib.closing(HashingFile(copied)) as writer:
+        with open_binary(origin, in_order=True) as opened, contextlib.closing(HashingFile(copied)) as writer:
+            reader: Any = opened
             buffer = memoryview(bytearray(_PIECE_BYTES))
             while count := reader.readinto(buffer):
                 writer.write(buffer[:count])
@@ -103,6 +147,7 @@ def copy_file(source: Path, target: Path, name: str, recorded: FileDigest | None
         )
     if digest_file(copied) != digest.blake3:
         raise StorageError(f"{copied} does not read back as it was written", hint="the disk may be failing")
+    return digest
 
 
 def _drop_from_cache(path: Path) -> None:
@@ -115,7 +160,7 @@ def _drop_from_cache(path: Path) -> None:
 
 
 def _copy_model(
-    path: Path, target: Path, overwrite: bool, dry_run: bool, progress: Callable[[Plan], Progress] | None
+    path: Place, target: Place, overwrite: bool, dry_run: bool, progress: Callable[[Plan], Progress] | None
 ) -> Plan:
     from ckptool import engine
     from ckptool.formats.dcp_sink import DcpSink
@@ -146,7 +191,7 @@ def _model_ties(manifest: Manifest) -> dict[str, str]:
     return {a: c for a, c in manifest.ties.items() if a.startswith(MODEL_PREFIX) and c.startswith(MODEL_PREFIX)}
 
 
-def _plan_model(path: Path, target: Path, manifest: Manifest, ties: dict[str, str]) -> Plan:
+def _plan_model(path: Place, target: Place, manifest: Manifest, ties: dict[str, str]) -> Plan:
     shapes = {f: e.shape for f, e in manifest.tensors.items() if f.startswith(MODEL_PREFIX) and f not in ties}
     if not shapes:
         raise NotFoundError(
@@ -165,8 +210,8 @@ def _plan_model(path: Path, target: Path, manifest: Manifest, ties: dict[str, st
     )
 
 
-def _hf_files(path: Path) -> list[str]:
-    return [f"hf/{name}" for name in visible_files(path / "hf")]
+def _hf_files(path: Place) -> list[str]:
+    return [f"hf/{name}" for name in files_below(path / "hf")]
 
 
 def _write_model_provenance(staging: Path, manifest: Manifest) -> None:

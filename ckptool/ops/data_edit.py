@@ -22,14 +22,15 @@ from ckptool.ops.data_read import CURSOR, RECORD, StoredPosition, read_position
 from ckptool.ops.data_targets import counters_at, parse_number, parse_place
 from ckptool.runs import POSITION_FILE
 from ckptool.storage.digests_file import read_digests
-from ckptool.storage.files import write_json
+from ckptool.storage.files import Place, write_json
+from ckptool.storage.place import local_path
 from ckptool.storage.staging import staged_directory
 
 #: The data file that an edit adds. The next edit puts another one in its place: all that is in it are the data items.
 ITEMS_FILE = "__data_edit.distcp"
 
 
-def seek(name: str, to: str, *, root: Path | None = None, reason: str = "", dry_run: bool = False) -> Result:
+def seek(name: str, to: str, *, root: Place | None = None, reason: str = "", dry_run: bool = False) -> Result:
     """Let training of checkpoint `name` go on at another place: `unit:N`, `step:N`, `token:N`, `epoch:K`, `+N`, `-N`.
 
     Raises UsageError for a place that isn't one, UnsupportedError when a source is a stream, which can't jump.
@@ -40,7 +41,7 @@ def seek(name: str, to: str, *, root: Path | None = None, reason: str = "", dry_
     return _jump("seek", stored, position.consumed, place, to, reason, dry_run)
 
 
-def skip(name: str, units: str, *, root: Path | None = None, reason: str = "", dry_run: bool = False) -> Result:
+def skip(name: str, units: str, *, root: Place | None = None, reason: str = "", dry_run: bool = False) -> Result:
     """Leave out a range that is still ahead: `unit:A..B` or `step:A..B`, B not included.
 
     Raises UsageError for an empty range or one that was trained in part.
@@ -61,7 +62,7 @@ def edit(
     *,
     weights: Mapping[str, float] | None = None,
     add_sources: tuple[DataSource, ...] = (),
-    root: Path | None = None,
+    root: Place | None = None,
     reason: str = "",
     dry_run: bool = False,
 ) -> Result:
@@ -132,7 +133,7 @@ def _finish(
     when = datetime.now(UTC).isoformat(timespec="seconds")
     edited = with_edit(changed, action, changes, reason=reason, when=when)
     if not dry_run:
-        write_position(stored.path, edited)
+        write_position(local_path(stored.path, "changing the data position"), edited)
     return Result(f"data {action}", str(stored.path), executed=not dry_run, details=details)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptool import runs
 from ckptool.core.box import Box
 from ckptool.core.position import CURSOR_LENGTH, DataPosition
 from ckptool.errors import DamagedError, NotFoundError
 from ckptool.formats.dcp_source import DcpSource
+from ckptool.storage.files import Place
 
 RECORD, CURSOR, STEP = "data.record", "data.cursor", "step"
 LANE_PREFIX = "data.lane."
@@ -24,14 +24,14 @@ class StoredPosition:
     `num_lanes` counts the states of streaming sources, whose place isn't in the position.
     """
 
-    path: Path
+    path: Place
     position: DataPosition
     cursor: tuple[int, ...]
     step: int | None
     num_lanes: int
 
 
-def read_position(name: str | Path, root: Path | None = None) -> StoredPosition:
+def read_position(name: str | Place, root: Place | None = None) -> StoredPosition:
     """The data position of checkpoint `name`.
 
     Raises NotFoundError when there is no such checkpoint or it has none, DamagedError when it can't be read.

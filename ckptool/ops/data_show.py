@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from ckptool.core import order_v1
@@ -14,12 +13,14 @@ from ckptool.core.segment import Segment
 from ckptool.errors import MismatchError, UsageError
 from ckptool.ops.data_read import read_position
 from ckptool.ops.data_text import unit_texts
+from ckptool.storage.files import Place
+from ckptool.storage.place import local_path
 
 #: World sizes above this are not listed, though they may divide the batch.
 _MAX_LISTED_WORLD_SIZE = 1024
 
 
-def show_position(name: str, *, root: Path | None = None, num_next: int = 4, text: bool = False) -> Result:
+def show_position(name: str, *, root: Place | None = None, num_next: int = 4, text: bool = False) -> Result:
     """Position, epochs and tokens per source, the next units, world sizes that share the batch evenly, and all edits.
 
     `text` adds the text of the next units. Raises NotFoundError for a checkpoint without a data position,
@@ -30,7 +31,9 @@ def show_position(name: str, *, root: Path | None = None, num_next: int = 4, tex
     ahead = range(position.consumed, position.consumed + num_next)
     next_units = _units(position, ahead)
     if text:
-        for unit, its_text in zip(next_units, unit_texts(stored.path, position, position.units(ahead)), strict=True):
+        for unit, its_text in zip(
+            next_units, unit_texts(local_path(stored.path, "--text"), position, position.units(ahead)), strict=True
+        ):
             unit["text"] = its_text
     batch = position.global_batch_size
     details = {
@@ -53,7 +56,7 @@ def show_position(name: str, *, root: Path | None = None, num_next: int = 4, tex
     return Result("data show", str(stored.path), details=details)
 
 
-def plan_step(name: str, world_size: int, *, root: Path | None = None, micro_batch_size: int = 1) -> Result:
+def plan_step(name: str, world_size: int, *, root: Place | None = None, micro_batch_size: int = 1) -> Result:
     """Which units of the next step each of `world_size` ranks reads, in micro-batches.
 
     Raises UsageError for more ranks than units.
@@ -83,7 +86,7 @@ def plan_step(name: str, world_size: int, *, root: Path | None = None, micro_bat
     return Result("data plan", str(stored.path), details=details)
 
 
-def diff_positions(earlier: str, later: str, *, root: Path | None = None) -> Result:
+def diff_positions(earlier: str, later: str, *, root: Place | None = None) -> Result:
     """What was trained between two checkpoints of one run.
 
     Raises MismatchError when the later one doesn't go on from the earlier one.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from ckptool.core.data_source import DataSource
 from ckptool.core.findings import Finding
@@ -16,7 +15,7 @@ from ckptool.ops.data_read import CURSOR, RECORD, StoredPosition, read_position
 from ckptool.ops.verify import Verification
 from ckptool.runs import POSITION_FILE
 from ckptool.storage.data_files import files_record, find_source_files
-from ckptool.storage.files import read_json
+from ckptool.storage.files import Place, read_json
 
 _REPLAYED_AT_ONCE = 4096
 
@@ -24,7 +23,7 @@ _REPLAYED_AT_ONCE = 4096
 def verify_position(
     name: str,
     *,
-    root: Path | None = None,
+    root: Place | None = None,
     replay: bool = False,
     data: Mapping[str, str] | None = None,
     full: bool = False,

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.interfaces import Progress, Source
@@ -16,6 +15,7 @@ from ckptool.errors import NotFoundError
 from ckptool.ops.pairs import Pairs, pair_up, same_object
 from ckptool.ops.sources import compare_models_only, open_any
 from ckptool.ops.tensor_diff import TensorDiff, diff_tensor
+from ckptool.storage.files import Place
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -39,7 +39,7 @@ def diff(
     one: str,
     other: str,
     *,
-    root: Path | None = None,
+    root: Place | None = None,
     keys: str = "*",
     progress: Callable[[int], Progress] | None = None,
 ) -> Difference:

@@ -20,6 +20,7 @@ from ckptool.core.memory import (
 from ckptool.core.plan import Result
 from ckptool.errors import DamagedError, UnsupportedError, UsageError
 from ckptool.hub import locate_config
+from ckptool.storage.place import fetched
 
 #: How the trainer computes the loss, by its --loss: the logits that are in memory at a time (None: all).
 LOSSES = {"chunked": 1 << 28, "plain": None}
@@ -102,7 +103,7 @@ def estimate(
             hint="raise --global-batch-size, or estimate fewer GPUs",
         )
     folder = locate_config(src, revision)
-    model, num_parameters = read_sizes(folder, tp)
+    model, num_parameters = read_sizes(fetched(folder, ["config.json"]), tp)
 
     def memory(sharding: str, checkpointing: bool, at: Ranks) -> Memory:
         units = -(-global_batch_size // at.num_data_ranks) if global_batch_size else micro_batch_size

@@ -29,6 +29,8 @@ from ckptool.ops.model_source import ModelSource
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
+from ckptool.storage.files import Place
+from ckptool.storage.place import local_path
 from ckptool.storage.staging import refuse_existing, staged_directory, staged_file
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def export(
     name: str,
     *,
     to: str = "hf",
-    out: Path | None = None,
+    out: Place | None = None,
     dtype: str = "keep",
     max_shard_bytes: int = 5_000_000_000,
     engine: str = "stream",
@@ -53,7 +55,7 @@ def export(
     untie: bool = False,
     keys: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    root: Path | None = None,
+    root: Place | None = None,
     overwrite: bool = False,
     resume: bool = True,
     dry_run: bool = False,
@@ -90,7 +92,7 @@ def export(
     if to == "torch":
         if cast or untie:
             raise UsageError("--dtype and --untie go with --to hf: the .pt file holds what the checkpoint holds")
-        target = (out or path.parent / f"{path.name}.pt").absolute()
+        target = _target(path, out, ".pt")
         plan = _to_torch(path, target, engine, is_chosen, how, dry_run)
         return Result("export", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
     if to not in ("hf", *dialect_names()):
@@ -99,7 +101,7 @@ def export(
         raise UsageError("--untie and --engine torch go with --to hf")
     if adapter not in ("", *ADAPTER_FORMS) or (adapter and engine != "stream") or (adapter == "folder" and to != "hf"):
         raise UsageError("an adapter is written as a folder for peft, or merged; with --engine stream")
-    target = (out or path.parent / f"{path.name}-{'adapter' if adapter == 'folder' else to}").absolute()
+    target = _target(path, out, f"-{'adapter' if adapter == 'folder' else to}")
     refuse_existing(target, how.overwrite)
     refuse_own_source(path, target)
     with contextlib.ExitStack() as stack:
@@ -147,13 +149,17 @@ def export(
                 put_beside(staging)
         elif not dry_run:
             notes += convert(
-                plan, source, path, lambda content: form.open_sink(content, plan, names), how, before=put_beside
+                plan, source, path, target, lambda content: form.open_sink(content, plan, names), how, before=put_beside
             )
     return Result("export", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes))
 
 
+def _target(path: Place, out: Place | None, ending: str) -> Place:
+    return (path.parent / f"{path.name}{ending}" if out is None else out).absolute()
+
+
 def _to_torch(
-    path: Path, target: Path, engine: str, is_chosen: Callable[[str], bool], how: Execution, dry_run: bool
+    path: Place, target: Place, engine: str, is_chosen: Callable[[str], bool], how: Execution, dry_run: bool
 ) -> Plan:
     from ckptool.formats.torch_file import TorchFileSink
 
@@ -179,10 +185,10 @@ def _to_torch(
 
             with staged_file(target, how.overwrite) as staging:
                 # Its raw unpickling of .metadata is safe here: DcpSource has read the same file by the allow-list.
-                dcp_to_torch_save(path, staging)
+                dcp_to_torch_save(local_path(path, "--engine torch"), staging)
         else:
             how = dataclasses.replace(how, is_file=True)
-            convert(plan, source, path, lambda content: TorchFileSink(content, manifest), how)
+            convert(plan, source, path, target, lambda content: TorchFileSink(content, manifest), how)
     return plan
 
 

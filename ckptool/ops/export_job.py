@@ -16,6 +16,7 @@ from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.naming.groups import NamePlan
 from ckptool.ops.inputs import same_bytes
 from ckptool.ops.model_source import ConfigFolder, ModelSource, find_config
+from ckptool.storage.files import Place
 
 PIECE_BYTES = 32 << 20
 
@@ -28,8 +29,8 @@ class ExportJob:
     wanted dtype (None: keep). `num_ranks`, `num_workers` and `memory_bytes` are for the planner.
     """
 
-    path: Path
-    target: Path
+    path: Place
+    target: Place
     source: ModelSource
     live: Mapping[str, TensorEntry]
     config: ConfigFolder
@@ -77,7 +78,7 @@ class Form(Protocol):
         ...
 
 
-def open_job(path: Path, target: Path, source: ModelSource, config: str, untie: bool, **options: Any) -> ExportJob:
+def open_job(path: Place, target: Place, source: ModelSource, config: str, untie: bool, **options: Any) -> ExportJob:
     """Raises as `find_config` does."""
     manifest = source.manifest
     own_names = {fqn: fqn.removeprefix(MODEL_PREFIX) for fqn in manifest.tensors}

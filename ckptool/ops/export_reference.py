@@ -9,6 +9,7 @@ from typing import Any
 from ckptool.core.interfaces import Progress
 from ckptool.ops.export_job import ExportJob
 from ckptool.planner import cast_dtype
+from ckptool.storage.place import local_path
 
 
 def export_through_torch(job: ExportJob, staging: Path, report: Progress | None) -> None:
@@ -19,13 +20,14 @@ def export_through_torch(job: ExportJob, staging: Path, report: Progress | None)
 
     from ckptool.formats.hf_folder import EXTRA_NAME
 
+    path = local_path(job.path, "--engine torch")
     with tempfile.TemporaryDirectory(dir=staging.parent, prefix=f"{staging.name}-") as scratch:
         single = Path(scratch, "all.pt")
         # Its raw unpickling of .metadata is safe here: the allow-list has already read the same file.
-        dcp_to_torch_save(job.path, single)
+        dcp_to_torch_save(path, single)
         everything = torch.load(single, mmap=True, weights_only=True)
         state = {name: everything["model"][name] for name in job.live if name not in job.source.extra}
-        extra = load_file(job.path / "hf" / EXTRA_NAME) if job.source.extra else {}
+        extra = load_file(path / "hf" / EXTRA_NAME) if job.source.extra else {}
         _save_shards({**_to_hub_names(job, state), **extra}, staging, job.max_shard_bytes)
     if report:
         report(sum(entry.num_bytes for entry in job.live.values()))

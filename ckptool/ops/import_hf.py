@@ -30,6 +30,8 @@ from ckptool.ops.inputs import ModelInput, open_input
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
+from ckptool.storage.files import Place
+from ckptool.storage.place import local_path
 from ckptool.storage.staging import refuse_existing
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def import_hf(
     src: str,
     name: str | None = None,
     *,
-    root: Path | None = None,
+    root: Place | None = None,
     revision: str | None = None,
     dtype: str = "keep",
     chunk_bytes: int = 32 << 20,
@@ -139,6 +141,7 @@ def import_hf(
             plan,
             source,
             located.path,
+            target,
             lambda content: _open_sink(content, plan, names),
             how,
             before=put_beside,
@@ -151,10 +154,11 @@ def _consumer(source: Source, names: NamePlan, plan: Plan, located: Located, how
     """What deletes the source; files with tensors that are read again when the import is planned anew come last."""
     if not isinstance(source, HfSource):
         raise UsageError("--consume works for safetensors files")
-    check_consumable(source.folder, list(source.manifest.files), "repo" in located.origin, how.world_size)
+    folder = local_path(source.folder, "--consume")
+    check_consumable(folder, list(source.manifest.files), "repo" in located.origin, how.world_size)
     locators = (chunk.locator for name in names.extra for chunk in source.manifest.tensors[name].chunks)
     kept = {locator.file for locator in locators if locator is not None} | source.files_read
-    return Consumer(source.folder, source.manifest, plan.parts, kept)
+    return Consumer(folder, source.manifest, plan.parts, kept)
 
 
 def _settled(names: NamePlan, untie: bool, keys: Sequence[str], exclude: Sequence[str]) -> NamePlan:

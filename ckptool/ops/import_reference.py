@@ -20,12 +20,14 @@ from ckptool.formats.hf_folder import copy_side_files, is_weight_file, side_file
 from ckptool.hub import Located
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk
+from ckptool.storage.files import Place
+from ckptool.storage.place import local_path
 from ckptool.storage.staging import staged_directory
 
 
 def import_through_transformers(
     located: Located,
-    target: Path,
+    target: Place,
     cast: str | None,
     *,
     overwrite: bool,
@@ -42,7 +44,8 @@ def import_through_transformers(
     from ckptool.formats.dcp_adapters import SaveWriter
 
     start = time.monotonic()
-    model, notes = _load(located.path, cast)
+    path = local_path(located.path, "the engine transformers")
+    model, notes = _load(path, cast)
     ties = {alias: canonical for alias, canonical in model.all_tied_weights_keys.items()}
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ties}
     plan = _plan(located, target, state, notes)
@@ -51,7 +54,7 @@ def import_through_transformers(
         return Result("import-hf", str(target), plan, False, time.monotonic() - start, plan.notes)
     report = progress(plan) if progress else None
     with staged_directory(target, overwrite) as staging:
-        copy_side_files(located.path, staging / "hf", side_files(located.path))
+        copy_side_files(path, staging / "hf", side_files(path))
         write_provenance(staging, _provenance(located, model, ties, plan))
         writer = SaveWriter(staging, {f"model.{a}": f"model.{c}" for a, c in ties.items()})
         with warnings.catch_warnings():
@@ -84,7 +87,7 @@ def _load(folder: Path, cast: str | None) -> tuple[Any, tuple[str, ...]]:
     return model, tuple(notes)
 
 
-def _plan(located: Located, target: Path, state: dict[str, Any], notes: tuple[str, ...]) -> Plan:
+def _plan(located: Located, target: Place, state: dict[str, Any], notes: tuple[str, ...]) -> Plan:
     entries = [_entry(f"model.{name}", tensor) for name, tensor in state.items()]
     num_bytes = sum(entry.num_bytes for entry in entries)
     parts = one_part(PlanItem((entry.fqn.removeprefix("model."),), (entry,)) for entry in entries)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from ckptool.formats.hf_config import CONFIG_NAME, main_dtype
+from ckptool.formats.hf_folder import model_folder
 from ckptool.formats.meta_folder import MetaSource
 from ckptool.ops.inputs import CopiedFiles, MadeFiles, ModelInput, SideFiles, same_bytes
+from ckptool.storage.files import Place
 
 #: The folder of a Hub repository that holds the model in Meta's form, under the one with the Hub form's config.
 _ORIGINAL = "original"
 
 
-def open_meta(folder: Path, cast: str | None) -> ModelInput:
+def open_meta(folder: Place, cast: str | None) -> ModelInput:
     """Open a folder in Meta's form. The config is that of its Hub form where one lies beside it or, for a folder named
     `original`, above it; else params.json gives it.
 
@@ -34,13 +35,14 @@ def open_meta(folder: Path, cast: str | None) -> ModelInput:
     return ModelInput(source, names, dtype, side, notes=tuple(notes))
 
 
-def _model(folder: Path, source: MetaSource, dtype: str | None, cast: str | None) -> tuple[Any, SideFiles, list[str]]:
+def _model(folder: Place, source: MetaSource, dtype: str | None, cast: str | None) -> tuple[Any, SideFiles, list[str]]:
     from ckptool.naming.meta_llama import meta_config
     from ckptool.naming.meta_model import build_from_config, build_meta_model, read_config
 
     homes = [folder, folder.parent] if folder.name == _ORIGINAL else [folder]
     home = next((place for place in homes if (place / CONFIG_NAME).exists()), None)
     if home is not None:
+        home = model_folder(home)
         read_config(home, len(source.pieces), source.manifest.num_bytes)
         return build_meta_model(home, cast), CopiedFiles(home), []
     config = meta_config(source.params, source.pieces)
@@ -48,5 +50,5 @@ def _model(folder: Path, source: MetaSource, dtype: str | None, cast: str | None
     config.dtype = dtype
     made = config.to_json_string().encode()
     note = f"config.json is made of params.json; check its max_position_embeddings ({config.max_position_embeddings})"
-    files = MadeFiles({CONFIG_NAME: made}, CopiedFiles(folder))
+    files = MadeFiles({CONFIG_NAME: made}, CopiedFiles(model_folder(folder)))
     return build_from_config(config, str(folder), cast), files, [note]

@@ -13,11 +13,12 @@ from ckptool.core.interfaces import Source
 from ckptool.errors import name_some
 from ckptool.formats.gguf_file import SUFFIX as GGUF_SUFFIX
 from ckptool.formats.hf_config import CONFIG_NAME, drop_quantisation, main_dtype, quantisation_of, weights_dtype
-from ckptool.formats.hf_folder import HfSource, copy_side_files, side_files, weight_kind
+from ckptool.formats.hf_folder import HfSource, copy_side_files, model_folder, side_files, weight_kind
 from ckptool.formats.meta_folder import is_meta_folder
 from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.naming.groups import NamePlan, keep_names
-from ckptool.storage.files import os_errors
+from ckptool.storage.files import Place, os_errors
+from ckptool.storage.place import fetched
 
 Stored = HfSource | ShardedSafetensors
 
@@ -44,12 +45,13 @@ class ModelInput:
     notes: tuple[str, ...] = ()
 
 
-def open_input(path: Path, cast: str | None) -> ModelInput:
+def open_input(path: Place, cast: str | None) -> ModelInput:
     """Open a Hugging Face folder or a file of weights. `cast` is the dtype that the weights will get (None: keep).
 
     The caller closes `source`. Raises a CkptoolError when it can't be read, or is not understood.
     """
     if path.suffix == GGUF_SUFFIX:
+        path = fetched(path.parent, [path.name]) / path.name
         from ckptool.ops.input_gguf import open_gguf
 
         return open_gguf(path, cast)
@@ -67,7 +69,7 @@ def open_input(path: Path, cast: str | None) -> ModelInput:
     return opened
 
 
-def open_weights(path: Path) -> Stored:
+def open_weights(path: Place) -> Stored:
     """The weights of a folder or file as they are stored. Raises as `HfSource` and `ShardedSafetensors` do."""
     return ShardedSafetensors(path) if path.is_dir() and is_sharded_folder(path) else HfSource(path)
 
@@ -109,25 +111,26 @@ class MadeFiles:
                 (folder / name).write_bytes(content)
 
 
-def _open_folder(path: Path, stored: Stored, cast: str | None) -> ModelInput:
+def _open_folder(path: Place, stored: Stored, cast: str | None) -> ModelInput:
     source: Source = stored
-    quantisation = quantisation_of(stored.folder)
+    is_model = path.is_dir() or (stored.folder / CONFIG_NAME).exists()
+    folder = model_folder(stored.folder) if is_model else fetched(stored.folder, ())
+    quantisation = quantisation_of(folder)
     notes = [*stored.notes]
     dtype, method = main_dtype(stored.manifest.tensors.values()), ""
     if quantisation:
-        source, dropped, dtype = _dequantised(stored, quantisation, cast)
+        source, dropped, dtype = _dequantised(stored, folder, quantisation, cast)
         method = quantisation["quant_method"]
         notes.append(f"quantised with {method}: dequantised to {cast or dtype}, and exported so")
         if dropped:
             notes.append(f"left out, made for quantised weights only: {dropped}")
-    names = name_tensors(stored.folder, path.name, source, cast, dequantised=bool(method))
-    is_model = path.is_dir() or (stored.folder / CONFIG_NAME).exists()
-    side = CopiedFiles(stored.folder, dtype if method else None, is_model)
+    names = name_tensors(folder, path.name, source, cast, dequantised=bool(method))
+    side = CopiedFiles(folder, dtype if method else None, is_model)
     return ModelInput(source, names, dtype, side, method, tuple(notes))
 
 
 def _dequantised(
-    stored: HfSource | ShardedSafetensors, quantisation: object, cast: str | None
+    stored: HfSource | ShardedSafetensors, folder: Path, quantisation: object, cast: str | None
 ) -> tuple[Source, str, str]:
     """The source of plain weights, the names of tensors it leaves out, and the dtype of the weights.
 
@@ -137,7 +140,7 @@ def _dequantised(
     from ckptool.formats.recipe_source import RecipeSource
 
     found = find_quantised(stored.manifest.tensors, quantisation, str(stored.folder))
-    dtype = weights_dtype(stored.folder)
+    dtype = weights_dtype(folder)
     dropped = name_some(list(found.dropped)) if found.dropped else ""
     return RecipeSource(stored, found, "float32" if cast else dtype), dropped, dtype
 

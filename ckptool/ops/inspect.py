@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 from ckptool import runs
@@ -15,12 +14,12 @@ from ckptool.errors import CkptoolError, DamagedError
 from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.naming.dialects import find_dialect
 from ckptool.naming.sections import read_sections
-from ckptool.storage.files import read_json
+from ckptool.storage.files import Place, read_json
 
 DATA_POSITION_FILE = "data_position.json"
 
 
-def inspect(name: str, *, root: Path | None = None, keys: str = "*") -> Result:
+def inspect(name: str, *, root: Place | None = None, keys: str = "*") -> Result:
     """Describe the checkpoint `name` (a path, a name under `root`, or `latest`).
 
     `keys` is a glob that fqns must match to be listed; the totals are always of the whole checkpoint. Raises
@@ -96,7 +95,7 @@ def _files(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def _data_position(path: Path) -> dict[str, Any] | None:
+def _data_position(path: Place) -> dict[str, Any] | None:
     file = path / DATA_POSITION_FILE
     if not file.is_file():
         return None

@@ -10,7 +10,8 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.layout import Layout, Rule
 from ckptool.core.mesh import Mesh
 from ckptool.errors import DamagedError, UsageError
-from ckptool.storage.files import MAX_JSON_BYTES, read_bytes
+from ckptool.formats.hf_folder import model_folder
+from ckptool.storage.files import MAX_JSON_BYTES, Place, read_bytes
 
 _PLAN_AXES = ("tp", "ep")
 _MODEL_PREFIX = "model."
@@ -23,7 +24,7 @@ def chosen_mesh(world_size: int | None, mesh: str | None) -> Mesh:
     return Mesh.of({"dp": world_size}) if world_size is not None else Mesh.parse(mesh or "")
 
 
-def read_layout(path: Path, manifest: Manifest, mesh: Mesh, placements: Path | None) -> Layout:
+def read_layout(path: Place, manifest: Manifest, mesh: Mesh, placements: Path | None) -> Layout:
     """The layout of the checkpoint `path` on `mesh`.
 
     Rules come from the file `placements`, and for axes tp and ep that it doesn't speak of, from the plan that
@@ -38,7 +39,7 @@ def read_layout(path: Path, manifest: Manifest, mesh: Mesh, placements: Path | N
 
         live = [e for f, e in manifest.tensors.items() if f.startswith(_MODEL_PREFIX)]
         known = {f.removeprefix(_MODEL_PREFIX) for f in manifest.tensors}
-        found = plan_rules(path / "hf", planned, len(live), sum(entry.num_bytes for entry in live))
+        found = plan_rules(model_folder(path / "hf"), planned, len(live), sum(entry.num_bytes for entry in live))
         rules += [rule for rule in found if rule.pattern in known]
         if not {rule.axis for rule in rules} >= set(planned):
             raise UsageError(f"{path}: the {'/'.join(planned)} plan names no parameter of it", hint="--placements FILE")

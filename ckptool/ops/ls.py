@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ckptool import runs
 from ckptool.core.plan import Result
+from ckptool.storage.files import Place
 
 
-def ls(root: Path | None = None) -> Result:
+def ls(root: Place | None = None) -> Result:
     """List the checkpoints under `root` (default: CKPTOOL_ROOT or ./ckpt), incomplete ones with the reason."""
     root = runs.default_root() if root is None else root
     checkpoints = [_row(summary) for summary in runs.list_checkpoints(root)]

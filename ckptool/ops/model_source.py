@@ -11,9 +11,11 @@ from ckptool.errors import DamagedError, NotFoundError, name_some
 from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import CONFIG_NAME
-from ckptool.formats.hf_folder import EXTRA_NAME, HfSource, side_files, weight_kind
+from ckptool.formats.hf_folder import EXTRA_NAME, HfSource, model_folder, side_files, weight_kind
 from ckptool.hub import locate
 from ckptool.naming.sections import MODEL, read_sections
+from ckptool.storage.files import Place
+from ckptool.storage.place import fetched
 
 #: A model's files beside its weights, by their usual names.
 _MODEL_FILES = (
@@ -29,7 +31,7 @@ class ModelSource:
     Raises NotFoundError when it holds no model, besides what `read_sections` raises.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self._dcp = DcpSource(path)
         manifest = self._dcp.manifest
         self.sections = read_sections(manifest)
@@ -98,7 +100,7 @@ class ConfigFolder:
         return sum((self.path / name).stat().st_size for name in self.side)
 
 
-def find_config(path: Path, config: str) -> ConfigFolder:
+def find_config(path: Place, config: str) -> ConfigFolder:
     """The config of the model in the checkpoint `path`: that of `config` (a folder or Hub id), else of the checkpoint's
     `hf/`, else what lies in the checkpoint's folder or in the one above.
 
@@ -109,17 +111,18 @@ def find_config(path: Path, config: str) -> ConfigFolder:
         folder = folder.parent if folder.is_file() else folder
         if not (folder / CONFIG_NAME).is_file():
             raise NotFoundError(f"--config {config}: there is no {CONFIG_NAME}")
-        return ConfigFolder(folder, tuple(_model_files(folder)))
+        return ConfigFolder(model_folder(folder), tuple(_model_files(folder)))
     own = path / "hf"
     if own.is_dir():
-        return ConfigFolder(own, tuple(side_files(own)))
+        return ConfigFolder(model_folder(own), tuple(side_files(own)))
     near = next((place for place in (path, path.parent) if (place / CONFIG_NAME).is_file()), None)
     if near is None:
-        return ConfigFolder(own)
-    return ConfigFolder(near, tuple(_model_files(near)), (f"the config is that of {near}",))
+        return ConfigFolder(fetched(own, ()))
+    names = _model_files(near)
+    return ConfigFolder(fetched(near, names), tuple(names), (f"the config is that of {near}",))
 
 
-def _model_files(folder: Path) -> list[str]:
+def _model_files(folder: Place) -> list[str]:
     """The side files of a model's folder; of a trainer's, which holds other things too, those known to be a model's."""
     names = side_files(folder)
     if weight_kind([file.name for file in folder.iterdir()]) is None:
@@ -127,6 +130,6 @@ def _model_files(folder: Path) -> list[str]:
     return names
 
 
-def _what_it_holds(path: Path, counts: dict[str, int]) -> str:
+def _what_it_holds(path: Place, counts: dict[str, int]) -> str:
     held = ", ".join(f"{section} ({number})" for section, number in counts.items()) or "nothing"
     return f"it holds {held}; ckptool inspect {path} shows their names, and --to torch exports all of it"

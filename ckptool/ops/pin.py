@@ -9,10 +9,12 @@ from pathlib import Path
 from ckptool import runs
 from ckptool.core.plan import Result
 from ckptool.errors import UsageError
+from ckptool.storage.files import Place
 from ckptool.storage.pins import read_pins, remove_pin, write_pin
+from ckptool.storage.place import local_path
 
 
-def pin(name: str, *, root: Path | None = None, reason: str = "", remove: bool = False) -> Result:
+def pin(name: str, *, root: Place | None = None, reason: str = "", remove: bool = False) -> Result:
     """Pin checkpoint `name`, or with `remove` take its pin away.
 
     The pin lies in the folder that holds the checkpoint. Raises NotFoundError when there is no such checkpoint, or no
@@ -20,11 +22,11 @@ def pin(name: str, *, root: Path | None = None, reason: str = "", remove: bool =
     """
     if remove and reason:
         raise UsageError("--reason goes with a new pin, not with --remove")
-    folder = runs.default_root() if root is None else root
+    folder = local_path(runs.default_root() if root is None else root, "pin")
     if remove and name in read_pins(folder):  # the checkpoint may be gone already
         remove_pin(folder, name)
         return Result("pin", str(folder / name), details={"name": name, "pinned": False, "reason": ""})
-    path = Path(os.path.abspath(runs.resolve(name, root)))
+    path = Path(os.path.abspath(local_path(runs.resolve(name, root), "pin")))
     if remove:
         remove_pin(path.parent, path.name)
     else:

@@ -15,9 +15,10 @@ from ckptool.core.plan import Result
 from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.ops.layouts import read_layout
 from ckptool.runs import resolve
+from ckptool.storage.files import Place
 
 
-def plan_reads(name: str, *, mesh: Mesh, root: Path | None = None, placements: Path | None = None) -> Result:
+def plan_reads(name: str, *, mesh: Mesh, root: Place | None = None, placements: Path | None = None) -> Result:
     """Say which bytes of checkpoint `name` each rank of `mesh` would read, and from which file.
 
     In `details`: `held_bytes`, what the ranks hold together, copies counted for each; `read_bytes`, what stock readers

@@ -14,10 +14,11 @@ from ckptool.core.plan import Result
 from ckptool.core.retention import Candidate, KeepBest, KeepRules, reasons_to_keep
 from ckptool.errors import CkptoolError, DamagedError, NotFoundError, StorageError, UsageError
 from ckptool.formats.dcp_metadata import METADATA_FILE, read_manifest
-from ckptool.storage.files import explain_os_error, fsync_path, os_errors
+from ckptool.storage.files import Place, explain_os_error, fsync_path, os_errors
 from ckptool.storage.lock import acquire, is_stale, owner_of
 from ckptool.storage.metrics_file import METRICS_FILE, read_metric
 from ckptool.storage.pins import read_pins
+from ckptool.storage.place import local_path
 from ckptool.storage.staging import is_staging, recover, target_of
 
 
@@ -49,7 +50,7 @@ class PrunePlan:
 
 
 def prune(
-    root: Path | None = None,
+    root: Place | None = None,
     *,
     keep_last: int = 0,
     keep_every: int = 0,
@@ -73,7 +74,9 @@ def prune(
         raise UsageError(
             "nothing says what to keep", hint="--keep-last 3, --keep-every 1000, --keep-within 7d; or only --stale"
         )
-    plan = plan_prune(runs.default_root() if root is None else Path(root), rules, stale=stale, in_use=in_use)
+    plan = plan_prune(
+        local_path(runs.default_root() if root is None else root, "prune"), rules, stale=stale, in_use=in_use
+    )
     executed = confirm(plan)
     removed, failed = _execute(plan) if executed else ([], {})
     details = {**plan.to_json(), "removed": removed, "failed": failed}
@@ -86,7 +89,7 @@ def plan_prune(root: Path, rules: KeepRules, *, stale: bool = False, in_use: Col
     rules.check()
     summaries = runs.list_checkpoints(root)
     steps = {summary.name: summary for summary in summaries if runs.is_step_name(summary.name)}
-    sizes = {summary.name: runs.bytes_on_disk(summary.path) for summary in summaries}
+    sizes = {summary.name: runs.bytes_on_disk(root / summary.name) for summary in summaries}
     candidates = [
         Candidate(s.name, s.step or 0, sizes[s.name], s.complete, s.created, s.pinned) for s in steps.values()
     ]
@@ -104,7 +107,7 @@ def plan_prune(root: Path, rules: KeepRules, *, stale: bool = False, in_use: Col
         else:
             broken.append(Entry(candidate.name, candidate.num_bytes, fault))
     for summary in summaries:
-        if summary.kind == "staging" and is_stale(summary.path):
+        if summary.kind == "staging" and is_stale(root / summary.name):
             entry = Entry(summary.name, sizes[summary.name], summary.reason)
             (remove if stale else broken).append(entry)
     return PrunePlan(root, tuple(keep), tuple(remove), tuple(broken))

@@ -22,13 +22,12 @@ from ckptool.core.plan import PIECE_BYTES, Plan, Result
 from ckptool.core.rank_files import Stored, assign, band, groups_of_ranks
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import DamagedError, NotFoundError
-from ckptool.formats.dcp_metadata import METADATA_FILE, PROVENANCE_FILE, read_manifest
+from ckptool.formats.dcp_metadata import METADATA_FILE, PROVENANCE_FILE, parse_manifest
 from ckptool.formats.dcp_sink import DcpSink
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.naming.groups import keep_names
 from ckptool.naming.sections import read_sections
 from ckptool.ops.bands import BandSource
-from ckptool.ops.checks.structure import visible_files
 from ckptool.ops.conversion import Execution, convert
 from ckptool.ops.copy import copy_file
 from ckptool.ops.import_hf import CHUNK_OVERHEAD_BYTES, DIGEST_RECORD_BYTES
@@ -40,6 +39,8 @@ from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, read_digests
+from ckptool.storage.files import Place
+from ckptool.storage.place import files_below, local_path
 from ckptool.storage.staging import refuse_existing, staged_directory
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ CHUNK_BYTES = 32 << 20
 class _Job:
     """What is to be written where: `manifest` holds only what is taken along, `side_files` are copied as they are."""
 
-    path: Path
-    target: Path
+    path: Place
+    target: Place
     manifest: Manifest
     digests: Digests | None
     layout: Layout
@@ -71,7 +72,7 @@ def reshard(
     target_name: str,
     *,
     mesh: Mesh,
-    root: Path | None = None,
+    root: Place | None = None,
     placements: Path | None = None,
     model_only: bool = False,
     rewrite: bool = False,
@@ -108,7 +109,7 @@ def reshard(
         if linked and not dry_run:
             with staged_directory(target, overwrite) as staging:
                 _write_beside(job, staging)
-                link_checkpoint(path, staging, job.manifest, job.digests)
+                link_checkpoint(local_path(path, "linking"), staging, job.manifest, job.digests)
                 _check_digests(staging, job)
         elif not dry_run:
             source.check_crc = job.digests is None
@@ -116,6 +117,7 @@ def reshard(
                 plan,
                 _CheckedSource(source),
                 path,
+                target,
                 lambda content: _open_sink(content, job, stored),
                 Execution(overwrite, resume, progress, ranks),
                 before=lambda content: _write_beside(job, content),
@@ -126,10 +128,10 @@ def reshard(
 
 
 def _open_job(
-    path: Path, target: Path, manifest: Manifest, mesh: Mesh, placements: Path | None, model_only: bool
+    path: Place, target: Place, manifest: Manifest, mesh: Mesh, placements: Path | None, model_only: bool
 ) -> _Job:
     known = {*manifest.files, DIGESTS_FILE, PROVENANCE_FILE, METADATA_FILE}
-    side = [name for name in visible_files(path) if name not in known and not name.endswith(".distcp")]
+    side = [name for name in files_below(path) if name not in known and not name.endswith(".distcp")]
     if model_only:
         side = [name for name in side if name.startswith("hf/")]
         manifest = _only_model(path, manifest)
@@ -137,7 +139,7 @@ def _open_job(
     return _Job(path, target, manifest, read_digests(path, manifest.save_id), layout, tuple(side))
 
 
-def _only_model(path: Path, manifest: Manifest) -> Manifest:
+def _only_model(path: Place, manifest: Manifest) -> Manifest:
     """The model's part of a checkpoint; a name tied to something else becomes a tensor of its own."""
     chosen = set(read_sections(manifest).model.values())
     tensors = {fqn: entry for fqn, entry in manifest.tensors.items() if fqn in chosen}
@@ -274,7 +276,7 @@ def _write_beside(job: _Job, staging: Path) -> None:
 
 def _check_digests(staging: Path, job: _Job) -> None:
     """Read the new checkpoint's description back, and hold its tensors' digests against the source's."""
-    manifest = read_manifest(staging)
+    manifest = parse_manifest(staging, None)  # into a store, the data files are there already and no longer here
     made = read_digests(staging, manifest.save_id)
     if job.digests is None or made is None:
         return

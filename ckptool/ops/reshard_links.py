@@ -14,7 +14,8 @@ from ckptool.core.mesh import Mesh, Placement, split
 from ckptool.errors import StorageError
 from ckptool.formats.dcp_torch import add_aliases, commit, to_torch_metadata, write_metadata
 from ckptool.storage.digests_file import Digests
-from ckptool.storage.files import os_errors, safe_join
+from ckptool.storage.files import Place, os_errors, safe_join
+from ckptool.storage.store_path import StorePath
 
 
 def fits(manifest: Manifest, layout: Layout) -> bool:
@@ -32,8 +33,10 @@ def _nest(shape: tuple[int, ...], chunks: tuple[Box, ...], mesh: Mesh, placement
     return all(any(box.contains(chunk) for box in boxes) for chunk in chunks if chunk.num_elements)
 
 
-def can_link(path: Path, target: Path) -> bool:
+def can_link(path: Place, target: Place) -> bool:
     """True when files of `path` can have a second name where `target` is to be: both are on one filesystem."""
+    if isinstance(path, StorePath) or isinstance(target, StorePath):
+        return False
     folder = next(parent for parent in target.parents if parent.exists())
     with os_errors(path):
         if os.stat(path).st_dev != os.stat(folder).st_dev:

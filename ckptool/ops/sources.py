@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.box import Box
@@ -22,13 +21,15 @@ from ckptool.naming.sections import Sections, read_sections
 from ckptool.ops.inputs import open_input, same_bytes
 from ckptool.ops.model_source import ModelSource, find_config
 from ckptool.planner import plan_conversion
-from ckptool.runs import default_root, resolve
+from ckptool.runs import possible_places, resolve
+from ckptool.storage.files import Place
+from ckptool.storage.place import place
 
 #: Pieces in which transformed groups are planned; reads may ask for any box.
 _PIECE_BYTES = 32 << 20
 
 
-def open_any(name: str, root: Path | None = None, *, model_only: bool = False) -> Source:
+def open_any(name: str, root: Place | None = None, *, model_only: bool = False) -> Source:
     """Open a checkpoint by path or name, or a Hugging Face folder or safetensors file, so that they can be compared.
 
     A Hugging Face folder serves its tensors under `model.<live parameter name>`; with `model_only` so does a checkpoint
@@ -38,20 +39,20 @@ def open_any(name: str, root: Path | None = None, *, model_only: bool = False) -
     if hub_form is not None:
         model = open_input(hub_form, None)
         return LiveSource(str(hub_form), model.source, model.names, model.notes)
-    path = Path(name).expanduser()
+    path = place(name)
     if path.is_file():
         raise NotFoundError(f"{path} is neither a checkpoint folder nor a safetensors file")
-    path = resolve(path, root)
+    path = resolve(name, root)
     return _open_model(path) if model_only else DcpSource(path)
 
 
-def compare_models_only(names: Iterable[str], root: Path | None = None) -> bool:
+def compare_models_only(names: Iterable[str], root: Place | None = None) -> bool:
     """True when not all of these are checkpoints with the same kind of names: their models alone can be compared."""
     kinds = {_kind(name, root) for name in names}
     return "hub" in kinds or len(kinds) > 1
 
 
-def _kind(name: str, root: Path | None) -> str:
+def _kind(name: str, root: Place | None) -> str:
     if find_hf(name, root) is not None:
         return "hub"
     try:
@@ -67,7 +68,7 @@ def _is_live(sections: Sections) -> bool:
     return is_plain and find_dialect(sections.model) is None
 
 
-def _open_model(path: Path) -> Source:
+def _open_model(path: Place) -> Source:
     manifest = read_manifest(path)
     if manifest.provenance is not None and _is_live(read_sections(manifest)):
         return DcpSource(path)
@@ -90,17 +91,17 @@ def _open_model(path: Path) -> Source:
     return LiveSource(str(path), source, names, (*source.notes, *folder.notes), source_prefix=MODEL_PREFIX)
 
 
-def find_hf(name: str, root: Path | None = None) -> Path | None:
+def find_hf(name: str, root: Place | None = None) -> Place | None:
     """The Hugging Face folder or safetensors file that `name` means, as a path or below the root; else None."""
-    for place in (Path(name).expanduser(), (default_root() if root is None else root) / name):
-        if place.is_file() and place.suffix == ".safetensors":
-            return place
-        if place.is_dir() and not is_checkpoint(place) and _has_safetensors(place):
-            return place
+    for path in possible_places(name, root):
+        if path.is_file() and path.suffix == ".safetensors":
+            return path
+        if path.is_dir() and not is_checkpoint(path) and _has_safetensors(path):
+            return path
     return None
 
 
-def _has_safetensors(folder: Path) -> bool:
+def _has_safetensors(folder: Place) -> bool:
     return (folder / INDEX_NAME).exists() or any(folder.glob("*.safetensors"))
 
 

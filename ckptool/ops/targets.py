@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,16 +13,19 @@ from ckptool.core.dtypes import DTYPE_OPTIONS
 from ckptool.core.plan import Plan
 from ckptool.errors import StorageError, UsageError
 from ckptool.runs import default_root, is_step_name
+from ckptool.storage.files import Place
+from ckptool.storage.place import inside, place
+from ckptool.storage.store_path import StorePath
 
 
-def new_target(name: str, root: Path | None, may_be_step: bool = False) -> Path:
+def new_target(name: str, root: Place | None, may_be_step: bool = False) -> Place:
     """The path of a checkpoint to be made: `name` itself when it has a folder in it, else below the root.
 
     Raises UsageError for names with a meaning of their own; `may_be_step` allows `step-N`, for copies of such.
     """
     name = name.rstrip(os.sep) or name
     if os.sep in name:
-        return Path(name).expanduser().absolute()
+        return place(name).absolute()
     if name in ("", ".", "..", "latest") or name.startswith("."):
         raise UsageError(f"{name!r} can't be a checkpoint's name")
     if is_step_name(name) and not may_be_step:
@@ -29,14 +33,17 @@ def new_target(name: str, root: Path | None, may_be_step: bool = False) -> Path:
             f"{name!r} is a name for the checkpoints of a training run, which would take it for its own",
             hint="choose another name, or give a path",
         )
-    return (root or default_root()).absolute() / name
+    return inside((root or default_root()).absolute(), name)
 
 
-def refuse_own_source(source: Path, target: Path) -> None:
+def refuse_own_source(source: Place, target: Place) -> None:
     """Raise UsageError when writing `target` would remove, or add to, what is being read."""
-    if target.resolve().is_relative_to(source.resolve()) and source.is_dir() and source.resolve() != target.resolve():
+    source, target = source.resolve(), target.resolve()
+    if type(source) is not type(target):
+        return
+    if target.is_relative_to(source) and source.is_dir() and source != target:  # type: ignore[arg-type]
         raise UsageError(f"{target} lies inside {source}, which is being read", hint="choose another place")
-    if source.resolve().is_relative_to(target.resolve()):
+    if source.is_relative_to(target):  # type: ignore[arg-type]
         raise UsageError(f"{target} can't be overwritten: {source} is read from it", hint="choose another name")
 
 
@@ -59,11 +66,21 @@ def chooser(keys: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool
     return is_chosen
 
 
-def check_disk(target: Path, plan: Plan, freed_bytes: int = 0) -> None:
-    """Refuse a plan that the target's disk can't hold, `freed_bytes` of it as it goes on. Raises StorageError."""
-    folder = next(parent for parent in target.parents if parent.exists())
+def check_disk(target: Place, plan: Plan, freed_bytes: int = 0) -> None:
+    """Refuse a plan that the target's disk can't hold, `freed_bytes` of it as it goes on. Raises StorageError.
+
+    Into a store, only what is being written lies on a disk: that of temporary files.
+    """
+    if isinstance(target, StorePath):
+        largest = max((part.write_bytes for part in plan.parts), default=0)
+        _check_free(Path(tempfile.gettempdir()), min(plan.disk_bytes, largest * plan.num_workers))
+    else:
+        _check_free(target, plan.disk_bytes - freed_bytes)
+
+
+def _check_free(target: Path, needed: int) -> None:
+    folder = next(parent for parent in (target, *target.parents) if parent.exists())
     free = shutil.disk_usage(folder).free
-    needed = plan.disk_bytes - freed_bytes
     if free < needed:
         raise StorageError(
             f"{target} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from ckptool import runs
 from ckptool.core.plan import Result
 from ckptool.errors import NotFoundError
 from ckptool.ops.report.steps import PHASES, Step, Steps
-from ckptool.storage.files import os_errors
+from ckptool.storage.files import Place, os_errors
 from ckptool.storage.metrics_file import METRICS_FILE, MetricsTail
+from ckptool.storage.place import local_path
 
 #: Speeds are medians over so many of the last steps, of the present start of the job alone.
 WINDOW_STEPS = 50
@@ -27,9 +27,9 @@ _QUIET_SECONDS = 60.0
 class Watch:
     """A run under watch; each `look` reads what was written since the last one."""
 
-    def __init__(self, root: Path | None = None, total_steps: int | None = None) -> None:
+    def __init__(self, root: Place | None = None, total_steps: int | None = None) -> None:
         """`total_steps` is where the run will end, for the time left. Raises NotFoundError without a metrics.jsonl."""
-        self.root = runs.default_root() if root is None else root
+        self.root = local_path(runs.default_root() if root is None else root, "top")
         self._total_steps = total_steps
         self._file = self.root / METRICS_FILE
         if not self._file.is_file():
@@ -104,7 +104,7 @@ class Watch:
         return {**found, "age_seconds": round(max(0.0, time.time() - written), 3)}
 
 
-def top(root: Path | None = None, total_steps: int | None = None) -> Result:
+def top(root: Place | None = None, total_steps: int | None = None) -> Result:
     """Look once at the run in `root` (default: CKPTOOL_ROOT or ./ckpt). Raises NotFoundError, DamagedError."""
     return Watch(root, total_steps).look()
 

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.checkpoint import Manifest
@@ -20,11 +19,13 @@ from ckptool.formats.hf_config import main_dtype
 from ckptool.ops.checks import next_steps
 from ckptool.ops.checks.hf_folder import check_hf_folder, config_dtype
 from ckptool.ops.checks.stored_bytes import check_bytes
-from ckptool.ops.checks.structure import Structure, check_structure, visible_files
+from ckptool.ops.checks.structure import Structure, check_structure
 from ckptool.ops.checks.values import ValueChecks, check_values
 from ckptool.ops.inputs import open_weights
 from ckptool.ops.sources import compare_models_only, find_hf, open_any
 from ckptool.runs import resolve
+from ckptool.storage.files import Place
+from ckptool.storage.place import files_below
 
 LEVELS = ("structure", "bytes", "content")
 
@@ -67,14 +68,14 @@ class _Wanted:
     against: str | None
     finite: bool
     part: tuple[int, int]
-    root: Path | None
+    root: Place | None
     progress: Callable[[int], Progress] | None
 
 
 def verify(
     name: str,
     *,
-    root: Path | None = None,
+    root: Place | None = None,
     level: str = "bytes",
     against: str | None = None,
     finite: bool = False,
@@ -123,10 +124,10 @@ def parse_subset(text: str) -> tuple[int, int]:
     return k, n
 
 
-def _check_checkpoint(path: Path, wanted: _Wanted) -> _Checked:
+def _check_checkpoint(path: Place, wanted: _Wanted) -> _Checked:
     structure = check_structure(path)
     manifest = structure.manifest
-    checked = _Checked(findings=list(structure.findings), num_files=sum(1 for _ in visible_files(path)))
+    checked = _Checked(findings=list(structure.findings), num_files=sum(1 for _ in files_below(path)))
     if manifest is None:
         return checked
     checked.num_tensors = len(manifest.tensors)
@@ -140,7 +141,7 @@ def _check_checkpoint(path: Path, wanted: _Wanted) -> _Checked:
     return checked
 
 
-def _check_bytes(path: Path, manifest: Manifest, structure: Structure, wanted: _Wanted, checked: _Checked) -> None:
+def _check_bytes(path: Place, manifest: Manifest, structure: Structure, wanted: _Wanted, checked: _Checked) -> None:
     if structure.digests is None:
         checked.notes.append("no digests to compare with: chunks are checked by the checksums that torch wrote")
     lost = frozenset(f.file for f in structure.findings if f.file and f.kind in ("missing", "truncated"))
@@ -153,7 +154,7 @@ def _check_bytes(path: Path, manifest: Manifest, structure: Structure, wanted: _
         checked.notes.append(f"{found.num_unsummed} chunks were written without a checksum: they could not be checked")
 
 
-def _check_content(path: Path, manifest: Manifest, structure: Structure, wanted: _Wanted, checked: _Checked) -> None:
+def _check_content(path: Place, manifest: Manifest, structure: Structure, wanted: _Wanted, checked: _Checked) -> None:
     """Recompute digests where there are any, and count what is not finite; tensors known to be damaged are left out."""
     digests = structure.digests if wanted.level == "content" else None
     if wanted.level == "content" and digests is None:
@@ -175,7 +176,7 @@ def _check_content(path: Path, manifest: Manifest, structure: Structure, wanted:
     checked.num_bytes += num_bytes
 
 
-def _check_against(path: Path, wanted: _Wanted, checked: _Checked) -> None:
+def _check_against(path: Place, wanted: _Wanted, checked: _Checked) -> None:
     """Compare with another checkpoint; with the model's tensors alone where the two sides have other kinds of names."""
     from ckptool.ops.checks.against import check_against
 
@@ -200,7 +201,7 @@ def _note_skipped(checked: _Checked, error: DamagedError) -> None:
     checked.notes.append(f"the tensors were not compared, since the checkpoint can't be read as a whole: {error}")
 
 
-def _config_note(path: Path, manifest: Manifest) -> list[str]:
+def _config_note(path: Place, manifest: Manifest) -> list[str]:
     """A trained checkpoint may well hold float32 beside a bfloat16 config; its exports say what they hold."""
     said = config_dtype(path / "hf" / "config.json")
     held = main_dtype(entry for fqn, entry in manifest.tensors.items() if fqn.startswith("model."))
@@ -211,7 +212,7 @@ def _config_note(path: Path, manifest: Manifest) -> list[str]:
     return []
 
 
-def _check_hf(path: Path, wanted: _Wanted) -> _Checked:
+def _check_hf(path: Place, wanted: _Wanted) -> _Checked:
     tensors, findings = check_hf_folder(path)
     files = {chunk.locator.file for entry in tensors.values() for chunk in entry.chunks if chunk.locator}
     checked = _Checked(findings, num_files=len(files), num_tensors=len(tensors))

@@ -16,17 +16,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from ckptool.core.box import Box
 from ckptool.errors import DamagedError
-from ckptool.storage.files import open_regular, os_errors
+from ckptool.storage.files import Place, open_binary, os_errors
 from ckptool.storage.read_ahead import read_ahead
 
 if TYPE_CHECKING:
@@ -142,11 +140,12 @@ def _sum_products(lane: int, block: int, column: int, words: np.ndarray, stride:
     return sum(np.einsum("ij,ij->i", words, factors).tolist()) * outer_factor(lane, block) & _MASK
 
 
-def digest_file(path: Path, report: Callable[[int], None] | None = None) -> str:
+def digest_file(path: Place, report: Callable[[int], None] | None = None) -> str:
     """BLAKE3 of a file's bytes, in hex. `report` is called with the number of bytes of each piece."""
     hasher = blake3()
-    with os_errors(path), os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        for piece in read_ahead(lambda buffer: file.readinto(buffer) or 0, os.fstat(file.fileno()).st_size):
+    with os_errors(path), open_binary(path, in_order=True) as opened:
+        file: Any = opened
+        for piece in read_ahead(lambda buffer: file.readinto(buffer) or 0, path.stat().st_size):
             hasher.update(piece)
             if report:
                 report(len(piece))

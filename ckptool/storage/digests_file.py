@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
 from ckptool.errors import DamagedError
 from ckptool.storage.digest import ALGORITHM, TensorDigest
-from ckptool.storage.files import MAX_JSON_BYTES, read_bytes, read_json
+from ckptool.storage.files import MAX_JSON_BYTES, Place, read_bytes, read_json
 
 DIGESTS_FILE = "digests.json"
 FORMAT_VERSION = 1
@@ -71,7 +70,7 @@ def is_ours(save_id: str) -> bool:
     return save_id.startswith(_SAVE_ID_PREFIX)
 
 
-def read_digests(folder: Path, save_id: str) -> Digests | None:
+def read_digests(folder: Place, save_id: str) -> Digests | None:
     """The folder's digests, or None when the checkpoint was written without any.
 
     `save_id` is what `.metadata` carries. Raises DamagedError when the file is absent though `.metadata` names it, was
@@ -88,7 +87,7 @@ def read_digests(folder: Path, save_id: str) -> Digests | None:
     return _parse(read_json(path), path)
 
 
-def _parse(record: Any, path: Path) -> Digests:
+def _parse(record: Any, path: Place) -> Digests:
     try:
         if record["format_version"] != FORMAT_VERSION or record["algorithms"]["tensors"] != ALGORITHM:
             raise DamagedError(

@@ -10,9 +10,14 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from ckptool.errors import AccessError, CkptoolError, DamagedError, NotFoundError, StorageError, UnsafeError
+from ckptool.storage.store_path import StorePath
+
+#: Where checkpoints lie: on a local filesystem, or in a store. Functions that take a Place only look or read.
+Place = Path | StorePath
+AnyPlace = TypeVar("AnyPlace", Path, StorePath, Place)
 
 #: Far more than the largest sidecar takes. Parsed, it is up to thirty times as large.
 MAX_JSON_BYTES = 64 << 20
@@ -21,7 +26,7 @@ _MAX_NAME_LENGTH = 4096
 _MAX_PART_BYTES = 255
 
 
-def explain_os_error(error: OSError, path: Path | str) -> CkptoolError:
+def explain_os_error(error: OSError, path: Place | str) -> CkptoolError:
     """The ckptool error that says what an OSError means for the person at the keyboard."""
     if error.errno == errno.ENOSPC:
         return StorageError(f"no space left on the disk of {path}", hint="free some space, or choose another folder")
@@ -35,7 +40,7 @@ def explain_os_error(error: OSError, path: Path | str) -> CkptoolError:
 
 
 @contextlib.contextmanager
-def os_errors(path: Path | str) -> Iterator[None]:
+def os_errors(path: Place | str) -> Iterator[None]:
     """Turn OSErrors about `path` into ckptool errors."""
     try:
         yield
@@ -50,12 +55,13 @@ class RangeReader:
     """
 
     def __init__(self, root: Path, max_open: int = 64) -> None:
-        self.root = root
+        self.root: Place = root
+        self._folder = root
         self._max_open = max_open
         self._of_thread = threading.local()
         self._all_fds: list[dict[str, int]] = []
 
-    def path_of(self, name: str) -> Path:
+    def path_of(self, name: str) -> Place:
         """The path of a file inside the folder. Raises UnsafeError for names that point outside."""
         return safe_join(self.root, name)
 
@@ -93,7 +99,7 @@ class RangeReader:
         if name not in fds:
             if len(fds) >= self._max_open:
                 os.close(fds.pop(next(iter(fds))))
-            fds[name] = open_regular(self.path_of(name))
+            fds[name] = open_regular(safe_join(self._folder, name))
         return fds[name]
 
 
@@ -109,7 +115,7 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def safe_join(root: Path, name: str) -> Path:
+def safe_join(root: AnyPlace, name: str) -> AnyPlace:
     """`root / name` for an untrusted relative name.
 
     Raises UnsafeError for absolute names, `..`, backslashes, names that no file can have, and links that lead out of
@@ -121,9 +127,18 @@ def safe_join(root: Path, name: str) -> Path:
     if len(name) > _MAX_NAME_LENGTH or not all(_can_be_a_name(part) for part in parts):
         raise UnsafeError(f"{root}: no file can have this name: {name[:200]!r}")
     path = root / name
-    if any(link.is_symlink() for link in [path, *path.parents[: len(parts) - 1]]) and not _stays_inside(path, root):
+    if (
+        isinstance(path, Path)
+        and isinstance(root, Path)
+        and _is_linked(path, len(parts))
+        and not _stays_inside(path, root)
+    ):
         raise UnsafeError(f"{path} is a link out of its folder")
     return path
+
+
+def _is_linked(path: Path, num_parts: int) -> bool:
+    return any(link.is_symlink() for link in [path, *path.parents[: num_parts - 1]])
 
 
 def _can_be_a_name(part: str) -> bool:
@@ -142,16 +157,26 @@ def _stays_inside(path: Path, root: Path) -> bool:
     return target.is_relative_to(base) or target.is_relative_to(hub_store)
 
 
-def read_bytes(path: Path, max_bytes: int) -> bytes:
+def open_binary(path: Place, *, in_order: bool = False) -> BinaryIO:
+    """A file to read; `in_order`: from front to back, in pieces that need no buffer.
+
+    Raises UnsafeError for a pipe or a device, NotFoundError for what is not in a store.
+    """
+    if isinstance(path, StorePath):
+        return path.open_binary(in_order)
+    return open(open_regular(path), "rb", buffering=0 if in_order else -1)
+
+
+def read_bytes(path: Place, max_bytes: int) -> bytes:
     """A small file's content. Raises DamagedError when it is larger than that, UnsafeError for a pipe or a device."""
-    with os_errors(path), open(open_regular(path), "rb") as file:
+    with os_errors(path), open_binary(path) as file:
         raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
         raise DamagedError(f"{path} is larger than {max_bytes} bytes")
     return raw
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+def read_json(path: Place, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Parse a JSON file. Raises DamagedError when it is larger than `max_bytes`, not JSON, or nested absurdly deep, and
     UnsafeError when it is no regular file."""
     try:

@@ -15,11 +15,16 @@ from pathlib import Path
 
 from ckptool.errors import AccessError, LockedError, StorageError, TargetExistsError
 from ckptool.storage.exchange import exchange
-from ckptool.storage.files import fsync_path, os_errors
+from ckptool.storage.files import Place, fsync_path, os_errors
 from ckptool.storage.lock import Lock, acquire
+from ckptool.storage.store_path import StorePath
+from ckptool.storage.upload import Upload, refuse_existing_in_store
 
 STAGING_MARK = ".staging"
 _REPLACED = "replaced"
+
+#: Stands for work that no other attempt goes on with.
+_NO_RESUME = ""
 
 #: A folder is only ever overwritten when it holds one of these: a mistyped path must not cost anybody a home folder.
 _MODEL_FILES = (".metadata", "ckptool.json", "*.distcp", "*.safetensors")
@@ -84,18 +89,21 @@ def staging_path(target: Path) -> Path:
     return target.parent / f".{target.name}{STAGING_MARK}"
 
 
-def is_staging(path: Path) -> bool:
+def is_staging(path: Place) -> bool:
     """True for lock folders, and for what is left of one beside it."""
     name = path.name
     return name.startswith(".") and (name.endswith(STAGING_MARK) or f"{STAGING_MARK}-" in name)
 
 
-def refuse_existing(target: Path, overwrite: bool = False, is_file: bool = False) -> None:
+def refuse_existing(target: Place, overwrite: bool = False, is_file: bool = False) -> None:
     """Raise TargetExistsError unless `target` is free (an empty folder counts as free), or may be overwritten.
 
     Overwritten are only files by a file, and folders by a folder that hold a model and nothing that could be anybody's
     work: no hidden folder such as `.git`, no other checkpoint.
     """
+    if isinstance(target, StorePath):
+        refuse_existing_in_store(target, overwrite, is_file)
+        return
     if not os.path.lexists(target):
         return
     if is_file or not target.is_dir():
@@ -151,12 +159,16 @@ def create_staging(
     return staging
 
 
-def recover(target: Path) -> None:
+def recover(target: Place) -> None:
     """Put back a target that a killed writer had moved aside in order to replace it.
 
     Does nothing while its writer lives, or when the folder may not be written to.
     """
-    if os.path.lexists(target) or not os.path.lexists(staging_path(target) / _REPLACED):
+    if (
+        isinstance(target, StorePath)
+        or os.path.lexists(target)
+        or not os.path.lexists(staging_path(target) / _REPLACED)
+    ):
         return
     with contextlib.suppress(LockedError, AccessError, StorageError):
         create_staging(target, overwrite=True).discard()
@@ -168,23 +180,31 @@ def target_of(staging: Path) -> Path:
 
 
 @contextlib.contextmanager
-def staged_directory(target: Path, overwrite: bool = False) -> Iterator[Path]:
+def staged_directory(target: Place, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new folder; publish it as `target` when the block ends well, remove it when it raises."""
-    with _staged(create_staging(target, overwrite)) as content:
+    with _staged(_begin(target, overwrite)) as content:
         with os_errors(content):
             content.mkdir()
         yield content
 
 
 @contextlib.contextmanager
-def staged_file(target: Path, overwrite: bool = False) -> Iterator[Path]:
+def staged_file(target: Place, overwrite: bool = False) -> Iterator[Path]:
     """The same for a single file: yield the path to write it to."""
-    with _staged(create_staging(target, overwrite, is_file=True)) as content:
+    with _staged(_begin(target, overwrite, is_file=True)) as content:
         yield content
 
 
+def _begin(target: Place, overwrite: bool, is_file: bool = False) -> Staging | Upload:
+    if isinstance(target, Path):
+        return create_staging(target, overwrite, is_file=is_file)
+    upload = Upload(target, overwrite, is_file)
+    upload.begin(_NO_RESUME, resume=False)
+    return upload
+
+
 @contextlib.contextmanager
-def _staged(staging: Staging) -> Iterator[Path]:
+def _staged(staging: Staging | Upload) -> Iterator[Path]:
     try:
         yield staging.content
         staging.publish()

@@ -13,6 +13,7 @@ from ckptool.cli._output import line, show
 from ckptool.core.data_source import DataSource
 from ckptool.core.plan import Result
 from ckptool.errors import UsageError
+from ckptool.storage.files import Place
 
 reason_option = click.option("--reason", default="", metavar="TEXT", help="Why; the checkpoint keeps it.")
 
@@ -47,7 +48,7 @@ class Weights(click.ParamType):
 @dry_run_option
 @output_options
 def seek_command(
-    *, name: str, to: str, reason: str, root: Path | None, dry_run: bool, as_json: bool, quiet: bool
+    *, name: str, to: str, reason: str, root: Place | None, dry_run: bool, as_json: bool, quiet: bool
 ) -> None:
     """Let training from checkpoint NAME go on at another place of its data; says what repeats and what is skipped.
 
@@ -69,7 +70,7 @@ def seek_command(
 @dry_run_option
 @output_options
 def skip_command(
-    *, name: str, units: str, reason: str, root: Path | None, dry_run: bool, as_json: bool, quiet: bool
+    *, name: str, units: str, reason: str, root: Place | None, dry_run: bool, as_json: bool, quiet: bool
 ) -> None:
     """Leave out RANGE when training goes on from checkpoint NAME: unit:A..B or step:A..B; B is not left out.
 
@@ -102,7 +103,7 @@ def edit_command(
     weights: dict[str, float] | None,
     source_files: tuple[Path, ...],
     reason: str,
-    root: Path | None,
+    root: Place | None,
     dry_run: bool,
     as_json: bool,
     quiet: bool,

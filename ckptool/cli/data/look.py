@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +10,7 @@ from ckptool.cli._options import complete_name, name_argument, output_options, r
 from ckptool.cli._output import line, show, table
 from ckptool.core.plan import Result
 from ckptool.errors import UsageError
+from ckptool.storage.files import Place
 
 _SHOWN_CHARACTERS = 100
 
@@ -21,7 +21,7 @@ _SHOWN_CHARACTERS = 100
 @click.option("--text", is_flag=True, help="Show their text, from the trainer's token cache under the root.")
 @root_option
 @output_options
-def show_command(*, name: str, num_next: int, text: bool, root: Path | None, as_json: bool, quiet: bool) -> None:
+def show_command(*, name: str, num_next: int, text: bool, root: Place | None, as_json: bool, quiet: bool) -> None:
     """Show how far the data of checkpoint NAME was trained.
 
     Per source its epoch and how many units and tokens were trained; the next units; the world sizes that share the
@@ -92,7 +92,7 @@ def _unit(unit: dict[str, Any]) -> str:
 @root_option
 @output_options
 def verify_command(
-    *, name: str, replay: bool, data: tuple[str, ...], full: bool, root: Path | None, as_json: bool, quiet: bool
+    *, name: str, replay: bool, data: tuple[str, ...], full: bool, root: Place | None, as_json: bool, quiet: bool
 ) -> int:
     """Check the data position of checkpoint NAME: its record, its integers, its step and the file beside them agree.
 
@@ -126,7 +126,7 @@ def verify_command(
 @click.argument("later", shell_complete=complete_name)
 @root_option
 @output_options
-def diff_command(*, earlier: str, later: str, root: Path | None, as_json: bool, quiet: bool) -> None:
+def diff_command(*, earlier: str, later: str, root: Place | None, as_json: bool, quiet: bool) -> None:
     """Say what was trained between checkpoints EARLIER and LATER of one run, and what was changed on the way.
 
     Ends with 3 when LATER doesn't go on from EARLIER.
@@ -158,7 +158,7 @@ def _show_diff(result: Result) -> None:
 @root_option
 @output_options
 def plan_command(
-    *, name: str, world_size: int, micro_batch_size: int, root: Path | None, as_json: bool, quiet: bool
+    *, name: str, world_size: int, micro_batch_size: int, root: Place | None, as_json: bool, quiet: bool
 ) -> None:
     """Say which units of the step after checkpoint NAME each of --world-size ranks would read."""
     from ckptool.ops.data_show import plan_step

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ckptool.core.findings import Finding
 from ckptool.core.interfaces import Progress, Source
 from ckptool.errors import DamagedError
 from ckptool.ops.checks import next_steps
 from ckptool.ops.pairs import element_position, first_difference, pair_up, read_pairs, same_bytes, same_object
+from ckptool.storage.files import Place
 
 
 def check_against(
-    folder: Path, source: Source, other: Source, model_only: bool, report: Progress | None = None
+    folder: Place, source: Source, other: Source, model_only: bool, report: Progress | None = None
 ) -> tuple[list[Finding], int]:
     """Compare names, dtypes, shapes and bytes, and objects by their values. `folder` is where `source` lies.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.findings import Finding
@@ -14,10 +13,11 @@ from ckptool.formats.hf_folder import INDEX_NAME, SINGLE_NAME, read_index
 from ckptool.formats.safetensors_file import read_header
 from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.ops.checks import next_steps
-from ckptool.storage.files import RangeReader, read_json, safe_join
+from ckptool.storage.files import Place, read_json, safe_join
+from ckptool.storage.place import range_reader
 
 
-def check_hf_folder(path: Path) -> tuple[Mapping[str, TensorEntry], list[Finding]]:
+def check_hf_folder(path: Place) -> tuple[Mapping[str, TensorEntry], list[Finding]]:
     """The tensors of a folder's safetensors files (or of the one file `path`), and what is wrong with them."""
     if path.is_dir() and is_sharded_folder(path):
         return _check_sharded(path)
@@ -32,7 +32,7 @@ def check_hf_folder(path: Path) -> tuple[Mapping[str, TensorEntry], list[Finding
     files, misplaced = _files(folder, index) if path.is_dir() else ([path.name], [])
     findings += misplaced
     tensors: dict[str, TensorEntry] = {}
-    reader = RangeReader(folder)
+    reader = range_reader(folder)
     unreadable: set[str] = set()
     for file in files:
         try:
@@ -53,7 +53,7 @@ def check_hf_folder(path: Path) -> tuple[Mapping[str, TensorEntry], list[Finding
     return tensors, findings
 
 
-def _check_sharded(path: Path) -> tuple[Mapping[str, TensorEntry], list[Finding]]:
+def _check_sharded(path: Place) -> tuple[Mapping[str, TensorEntry], list[Finding]]:
     """The ranks' parts of tensors, which must make whole ones."""
     try:
         source = ShardedSafetensors(path)
@@ -63,7 +63,7 @@ def _check_sharded(path: Path) -> tuple[Mapping[str, TensorEntry], list[Finding]
     return source.manifest.tensors, list(_config_dtype(source.folder, source.manifest.tensors))
 
 
-def _files(folder: Path, index: dict[str, str]) -> tuple[list[str], list[Finding]]:
+def _files(folder: Place, index: dict[str, str]) -> tuple[list[str], list[Finding]]:
     """The files that a loader would read, and findings for those that are not there or that it would not read."""
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     unindexed = [SINGLE_NAME] if SINGLE_NAME in present else present
@@ -80,7 +80,7 @@ def _files(folder: Path, index: dict[str, str]) -> tuple[list[str], list[Finding
 
 
 def _absent(
-    folder: Path, index: dict[str, str], tensors: dict[str, TensorEntry], unread: set[str]
+    folder: Place, index: dict[str, str], tensors: dict[str, TensorEntry], unread: set[str]
 ) -> Iterator[Finding]:
     """Names that the index promises and their files, which could be read, lack: loaders would start them random."""
     for name, file in sorted(index.items()):
@@ -88,14 +88,14 @@ def _absent(
             yield _finding(folder, "missing", f"the index names {name}, and {file} lacks it", name, file)
 
 
-def _config_dtype(folder: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[Finding]:
+def _config_dtype(folder: Place, tensors: Mapping[str, TensorEntry]) -> Iterator[Finding]:
     said, held = config_dtype(folder / "config.json"), main_dtype(tensors.values())
     if said and held and said != held:
         message, step = f"config.json says {said}, and the tensors are {held}", next_steps.look_at_file(folder)
         yield Finding("mismatched", message, file="config.json", next_step=step)
 
 
-def config_dtype(path: Path) -> str:
+def config_dtype(path: Place) -> str:
     """The dtype that a config.json names; "" when it names none or can't be read."""
     try:
         config: Any = read_json(path, max_bytes=16 << 20) if path.exists() else {}
@@ -105,5 +105,5 @@ def config_dtype(path: Path) -> str:
     return named.removeprefix("torch.") if isinstance(named, str) else ""
 
 
-def _finding(folder: Path, kind: Any, message: str, tensor: str = "", file: str = "") -> Finding:
+def _finding(folder: Place, kind: Any, message: str, tensor: str = "", file: str = "") -> Finding:
     return Finding(kind, message, tensor, file, next_step=next_steps.another_copy(folder, None))

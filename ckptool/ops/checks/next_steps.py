@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 from ckptool.core.checkpoint import Manifest
+from ckptool.storage.files import Place
 
 
-def another_copy(folder: Path, manifest: Manifest | None) -> str:
+def another_copy(folder: Place, manifest: Manifest | None) -> str:
     """For bytes that are lost: fetch them again where they came from, else see which other checkpoints there are."""
     source: dict[str, Any] = manifest.provenance.source if manifest and manifest.provenance else {}
     step = manifest.provenance.step if manifest and manifest.provenance else 0
@@ -19,17 +19,17 @@ def another_copy(folder: Path, manifest: Manifest | None) -> str:
     return _command("ls", folder.absolute().parent)
 
 
-def look_closer(folder: Path) -> str:
+def look_closer(folder: Place) -> str:
     return _command("verify", folder, "--level", "bytes")
 
 
-def compare(one: str | Path, other: str | Path, fqn: str = "") -> str:
+def compare(one: str | Place, other: str | Place, fqn: str = "") -> str:
     return _command("diff", one, other, *(["--keys", fqn] if fqn else []))
 
 
-def look_at_file(path: Path) -> str:
+def look_at_file(path: Place) -> str:
     return shlex.join(["ls", "-l", str(path)])
 
 
-def _command(*words: str | Path) -> str:
+def _command(*words: str | Place) -> str:
     return shlex.join(["ckptool", *map(str, words)])

@@ -10,7 +10,6 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
@@ -23,7 +22,8 @@ from ckptool.ops.blocks import in_threads, num_workers
 from ckptool.ops.checks import next_steps
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests
-from ckptool.storage.files import RangeReader, safe_join
+from ckptool.storage.files import Place, RangeReader, safe_join
+from ckptool.storage.place import range_reader
 from ckptool.storage.read_ahead import read_ahead
 
 _MAX_BATCH = 64
@@ -54,7 +54,7 @@ class BytesReport:
 class _Job:
     """What every check needs to know."""
 
-    folder: Path
+    folder: Place
     manifest: Manifest
     digests: Digests | None
     step: str
@@ -63,7 +63,7 @@ class _Job:
 
 
 def check_bytes(
-    folder: Path,
+    folder: Place,
     manifest: Manifest,
     digests: Digests | None,
     skip_files: frozenset[str] = frozenset(),
@@ -123,7 +123,7 @@ def stored_chunks(manifest: Manifest) -> list[StoredChunk]:
 
 
 def _check_batch(job: _Job, batch: Sequence[str | StoredChunk]) -> list[BytesReport]:
-    reader = RangeReader(job.folder)
+    reader = range_reader(job.folder)
     try:
         return [_check_file(job, unit) if isinstance(unit, str) else _check_chunk(job, reader, unit) for unit in batch]
     finally:
@@ -145,7 +145,7 @@ def _check_file(job: _Job, name: str) -> BytesReport:
 
 def _explain_file(job: _Job, name: str, actual: str) -> Iterator[Finding]:
     """A file whose digest differs: the chunks at fault, or what else can be said."""
-    reader = RangeReader(job.folder)
+    reader = range_reader(job.folder)
     found = [f for chunk in job.chunks_of.get(name, ()) for f in _check_chunk(job, reader, chunk).findings]
     reader.close()
     if found:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.findings import Finding
@@ -21,7 +19,8 @@ from ckptool.formats.dcp_metadata import (
 )
 from ckptool.ops.checks import next_steps
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, FileDigest, read_digests
-from ckptool.storage.files import safe_join
+from ckptool.storage.files import Place, safe_join
+from ckptool.storage.place import files_below
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Structure:
     findings: tuple[Finding, ...]
 
 
-def check_structure(folder: Path) -> Structure:
+def check_structure(folder: Place) -> Structure:
     """Check a DCP checkpoint folder by its descriptions and its files' sizes.
 
     Raises NotFoundError when `folder` is no checkpoint, UnsafeError when it wants to run code or to reach outside.
@@ -72,13 +71,13 @@ def data_locators(manifest: Manifest) -> dict[Locator, str]:
     }
 
 
-def _from_error(error: DamagedError, folder: Path, file: str, manifest: Manifest | None) -> Finding:
+def _from_error(error: DamagedError, folder: Place, file: str, manifest: Manifest | None) -> Finding:
     there = (folder / file).exists()
     kind = error.kind if there else "missing"
     return Finding(kind, str(error), file=file, next_step=next_steps.another_copy(folder, manifest))  # type: ignore[arg-type]
 
 
-def _manifest_faults(folder: Path, manifest: Manifest) -> list[Finding]:
+def _manifest_faults(folder: Place, manifest: Manifest) -> list[Finding]:
     """What the manifest objects to, one finding a file where a file is at fault, however many tensors need it."""
     by_place: dict[tuple[str, str], list[Finding]] = {}
     for number, fault in enumerate(manifest.faults()):
@@ -110,7 +109,7 @@ def _file_message(kind: str, file: str, names: str, manifest: Manifest) -> str:
     return f"{file}: impossible byte ranges for {names}"
 
 
-def _shared_bytes(folder: Path, manifest: Manifest) -> Iterator[Finding]:
+def _shared_bytes(folder: Place, manifest: Manifest) -> Iterator[Finding]:
     """Different stored ranges that share bytes. Equal ranges are ties."""
     furthest: dict[str, tuple[int, str]] = {}
     places = data_locators(manifest)
@@ -130,9 +129,9 @@ def _shared_bytes(folder: Path, manifest: Manifest) -> Iterator[Finding]:
         furthest[locator.file] = max((end, other), (locator.offset + locator.length, places[locator]))
 
 
-def _unexpected(folder: Path, manifest: Manifest, digests: Digests | None) -> Iterator[Finding]:
+def _unexpected(folder: Place, manifest: Manifest, digests: Digests | None) -> Iterator[Finding]:
     """Files that nothing accounts for: all of them where digests list what was written, else data files only."""
-    for name in visible_files(folder):
+    for name in files_below(folder):
         known = name in manifest.files or name == DIGESTS_FILE
         if digests is not None:
             known |= name in digests.files
@@ -143,15 +142,7 @@ def _unexpected(folder: Path, manifest: Manifest, digests: Digests | None) -> It
             yield Finding("unexpected", message, file=name, next_step=next_steps.look_at_file(folder / name))
 
 
-def visible_files(folder: Path) -> Iterator[str]:
-    """Every file below `folder`, as sorted relative names; hidden files and folders are left out."""
-    for parent, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        relative = Path(parent).relative_to(folder)
-        yield from ((relative / name).as_posix() for name in sorted(files) if not name.startswith("."))
-
-
-def _against_digests(folder: Path, manifest: Manifest, digests: Digests) -> Iterator[Finding]:
+def _against_digests(folder: Place, manifest: Manifest, digests: Digests) -> Iterator[Finding]:
     """Files and tensors must be those that digests.json lists."""
     for name, recorded in digests.files.items():
         yield from _file_size(folder, name, recorded, manifest)
@@ -183,7 +174,7 @@ def _tied_to(manifest: Manifest, digests: Digests) -> Iterator[str]:
             yield from (alias, canonical)
 
 
-def _file_size(folder: Path, name: str, recorded: FileDigest, manifest: Manifest) -> Iterator[Finding]:
+def _file_size(folder: Place, name: str, recorded: FileDigest, manifest: Manifest) -> Iterator[Finding]:
     path = safe_join(folder, name)
     step = next_steps.another_copy(folder, manifest)
     if not path.is_file():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptool.core.findings import Finding
 from ckptool.core.interfaces import Progress, Source
@@ -16,13 +15,14 @@ from ckptool.ops.checks import next_steps
 from ckptool.ops.floats import count_not_finite
 from ckptool.storage.digest import TensorDigest, digest_box
 from ckptool.storage.digests_file import Digests
+from ckptool.storage.files import Place
 
 
 @dataclass(frozen=True)
 class ValueChecks:
     """What to look at: compare with `digests` where they list the tensor, count NaN and Inf when `finite`."""
 
-    folder: Path
+    folder: Place
     next_step: str
     digests: Digests | None = None
     finite: bool = False

@@ -8,7 +8,9 @@ from pathlib import Path
 from ckptool.formats.dcp_metadata import is_checkpoint
 from ckptool.ops.sources import find_hf
 from ckptool.runs import find_latest, list_checkpoints, resolve
+from ckptool.storage.files import Place
 from ckptool.storage.metrics_file import METRICS_FILE
+from ckptool.storage.place import local_path
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Subject:
     is_hf: bool = False
 
 
-def find_subject(name: str, root: Path | None = None) -> Subject:
+def find_subject(name: str, root: Place | None = None) -> Subject:
     """What `name` means: a run root (then its latest complete checkpoint), a checkpoint, or a Hugging Face folder.
 
     Raises NotFoundError when it is none of them.
@@ -28,11 +30,11 @@ def find_subject(name: str, root: Path | None = None) -> Subject:
     place = Path(name).expanduser()
     if place.is_dir() and not is_checkpoint(place) and _is_run_root(place):
         latest = find_latest(place)
-        return Subject(latest.path if latest else None, place)
+        return Subject(local_path(latest.path, "report") if latest else None, place)
     hub_form = find_hf(name, root)
     if hub_form is not None:
-        return Subject(hub_form, None, is_hf=True)
-    path = resolve(name, root)
+        return Subject(local_path(hub_form, "report"), None, is_hf=True)
+    path = local_path(resolve(name, root), "report")
     return Subject(path, path.parent if (path.parent / METRICS_FILE).is_file() else None)
 
 

@@ -1,0 +1,324 @@
+"""Object stores and servers by fsspec URL: one listing, ranged reads that notice changes, retries with backoff.
+
+Every error of a driver becomes one of ours here, without the credentials that a URL or a driver's message may hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from ckptool.errors import (
+    AccessError,
+    CkptoolError,
+    DamagedError,
+    NotFoundError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
+
+Value = TypeVar("Value")
+
+#: Protocol -> the extra that installs its driver.
+EXTRAS = {
+    **{"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"},
+    **{"http": "http", "https": "http", "sftp": "sftp", "ssh": "sftp"},
+}
+
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+_NUM_ATTEMPTS = 6
+_FIRST_WAIT_SECONDS = 0.2
+_LONGEST_WAIT_SECONDS = 10.0
+
+#: Longer reads are cut into ranges of this size, which are fetched at the same time.
+RANGE_BYTES = 4 << 20
+_NUM_CONNECTIONS = 16
+
+#: What tells one content of a file from another, by the names that drivers give it, the surest first.
+_IDENTITY_KEYS = ("ETag", "etag", "generation", "blob_id", "md5", "mtime", "LastModified", "last_modified", "created")
+_TIME_KEYS = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+#: What drivers raise that another attempt doesn't change.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, CkptoolError)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as a listing found it. `identity` changes when its content does; `modified` is a Unix time in seconds."""
+
+    num_bytes: int
+    identity: str
+    modified: float | None
+
+
+class Store:
+    """The files below one URL, as one listing found them; read, and written, by name relative to it.
+
+    The name "" is the URL itself, when that is a file. The listing is made on the first question about it.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Raises UsageError for a protocol that is not known, UnsupportedError when its driver is not installed."""
+        if urlsplit(url).query:
+            raise UsageError(f"{redact_url(url)}: a signed URL names one file, and a checkpoint has several")
+        self.url = url.rstrip("/") if urlsplit(url).path.strip("/") else url
+        self.shown = redact_url(self.url)
+        self._fs, self._top = _open_filesystem(self.url, self.shown)
+        #: Elsewhere making a folder makes a bucket, of a mistyped name too.
+        self._has_folders = "sftp" in _protocols(self._fs)
+        self._lock = threading.Lock()
+        self._files: dict[str, StoredFile] | None = None
+
+    @property
+    def files(self) -> Mapping[str, StoredFile]:
+        """Every file by its name. A URL with nothing below it has none."""
+        with self._lock:
+            if self._files is None:
+                self._files = self._list()
+            return self._files
+
+    def file(self, name: str) -> StoredFile:
+        """Raises NotFoundError."""
+        found = self.files.get(name)
+        if found is None:
+            raise NotFoundError(f"no such file: {self.show(name)}")
+        return found
+
+    def show(self, name: str) -> str:
+        """A file's URL as it may be shown."""
+        return f"{self.shown}/{name}" if name else self.shown
+
+    def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
+        """Fill `out` from `offset_bytes` of a file on, in ranges fetched side by side.
+
+        Raises DamagedError when the file ends before, or is no longer the one that the listing found.
+        """
+        known = self.file(name)
+        if offset_bytes + len(out) > known.num_bytes:
+            raise DamagedError(
+                f"{self.show(name)} ends at byte {known.num_bytes}, "
+                f"{offset_bytes + len(out) - known.num_bytes} bytes before the data it should hold"
+            )
+
+        def fetch(start: int) -> None:
+            part = out[start : start + RANGE_BYTES]
+            part[:] = self._read(name, known, offset_bytes + start, len(part))
+
+        starts = range(0, len(out), RANGE_BYTES)
+        if len(starts) < 2:
+            for start in starts:
+                fetch(start)
+        else:
+            for _ in _connections().map(fetch, starts):
+                pass
+
+    def put(self, name: str, path: Path) -> StoredFile:
+        """Upload a local file under a name; what the store then says of it. Raises StorageError or AccessError."""
+
+        def upload() -> StoredFile:
+            if self._has_folders:
+                self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            self._fs.put_file(str(path), self._path(name))
+            return self._look(name)
+
+        stored = self._retried(name, upload)
+        if stored.num_bytes != path.stat().st_size:
+            raise StorageError(f"{self.show(name)} has {stored.num_bytes} bytes, {path.stat().st_size} were sent")
+        self._note(name, stored)
+        return stored
+
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is gone already is no error."""
+
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(name))
+
+        self._retried(name, remove)
+        self._note(name, None)
+
+    def refresh(self) -> Mapping[str, StoredFile]:
+        """List anew."""
+        with self._lock:
+            self._files = self._list()
+            return self._files
+
+    def _note(self, name: str, stored: StoredFile | None) -> None:
+        with self._lock:
+            if self._files is None:
+                return
+            self._files = {key: value for key, value in self._files.items() if key != name}
+            if stored is not None:
+                self._files[name] = stored
+
+    def _path(self, name: str) -> str:
+        return f"{self._top.rstrip('/')}/{name}" if name else self._top
+
+    def _list(self) -> dict[str, StoredFile]:
+        def find() -> Mapping[str, Any]:
+            self._fs.invalidate_cache()
+            try:
+                return self._fs.find(self._top, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+
+        found = self._retried("", find)
+        top = self._top.strip("/")
+        files: dict[str, StoredFile] = {}
+        for path, info in found.items():
+            relative = str(path).strip("/").removeprefix(top).strip("/")
+            if info.get("type") == "file":
+                files[relative] = self._look(relative) if info.get("size") is None else _stored_file(info)
+        return files
+
+    def _look(self, name: str) -> StoredFile:
+        """What the store says of one file now."""
+        self._fs.invalidate_cache()
+        return _stored_file(self._fs.info(self._path(name)))
+
+    def _read(self, name: str, known: StoredFile, offset_bytes: int, num_bytes: int) -> bytes:
+        def fetch() -> bytes:
+            data, is_checked = _fetch(self._fs, self._path(name), known.identity, offset_bytes, num_bytes)
+            if len(data) != num_bytes:
+                raise OSError(f"{len(data)} of {num_bytes} bytes came")
+            if not is_checked:
+                self._check_unchanged(name, known)
+            return data
+
+        try:
+            return self._retried(name, fetch)
+        except StorageError:
+            self._check_unchanged(name, known)
+            raise
+
+    def _check_unchanged(self, name: str, known: StoredFile) -> None:
+        now = self._retried(name, lambda: self._look(name))
+        if (now.num_bytes, now.identity) != (known.num_bytes, known.identity):
+            raise DamagedError(f"{self.show(name)} was changed while it was read", hint="start again")
+
+    def _retried(self, name: str, attempt: Callable[[], Value]) -> Value:
+        """The result of `attempt`, tried again after growing waits; its last error as one of ours."""
+        for number in range(_NUM_ATTEMPTS):
+            try:
+                return attempt()
+            except Exception as error:
+                if number + 1 == _NUM_ATTEMPTS or isinstance(error, _FINAL) or _status(error) in (401, 403, 404, 412):
+                    raise _explain(error, self.show(name)) from None
+            wait = min(_FIRST_WAIT_SECONDS * 2**number, _LONGEST_WAIT_SECONDS)
+            time.sleep(wait * random.uniform(0.5, 1.0))
+        raise AssertionError("unreachable")
+
+
+def is_url(text: str) -> bool:
+    return _URL.match(text) is not None
+
+
+def redact_url(url: str) -> str:
+    """A URL without what may be a secret in it: user and password, the query (a signature), the fragment."""
+    parts = urlsplit(url)
+    _, at, host = parts.netloc.rpartition("@")
+    return urlunsplit((parts.scheme, ("***@" if at else "") + host, parts.path, "***" if parts.query else "", ""))
+
+
+@functools.cache
+def _connections() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_CONNECTIONS, "range")
+
+
+def _open_filesystem(url: str, shown: str) -> tuple[Any, str]:
+    import fsspec
+
+    protocol = url.partition("://")[0].lower()
+    if "::" in url or protocol not in fsspec.available_protocols():
+        raise UsageError(
+            f"{shown}: {protocol}:// is not a kind of URL that is known", hint="s3, gs, az, hf, sftp, https"
+        )
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        hint = f"pip install 'ckptool[{extra}]'" if extra else f"pip install fsspec[{protocol}]"
+        raise UnsupportedError(f"{shown}: the driver for {protocol}:// is not installed", hint=hint) from error
+    except Exception as error:
+        raise _explain(error, shown) from None
+
+
+def _protocols(filesystem: Any) -> tuple[str, ...]:
+    named = filesystem.protocol
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+def _fetch(filesystem: Any, path: str, identity: str, start: int, num_bytes: int) -> tuple[bytes, bool]:
+    """Bytes of a file, and whether the server has compared its identity with the one given."""
+    protocols = _protocols(filesystem)
+    if not num_bytes:
+        return b"", False
+    if "s3" in protocols and identity.startswith('"'):
+        from fsspec.asyn import sync
+
+        bucket, key, _ = filesystem.split_path(path)
+        wanted = {"Range": f"bytes={start}-{start + num_bytes - 1}", "IfMatch": identity}
+        answer = filesystem.call_s3("get_object", Bucket=bucket, Key=key, **wanted, **filesystem.req_kw)
+        return sync(filesystem.loop, answer["Body"].read), True
+    if "http" in protocols and identity.startswith('"'):
+        headers = {"If-Match": identity}
+        return filesystem.cat_file(path, start=start, end=start + num_bytes, headers=headers), True
+    return filesystem.cat_file(path, start=start, end=start + num_bytes), False
+
+
+def _stored_file(info: Mapping[str, Any]) -> StoredFile:
+    size = info.get("size")
+    if not isinstance(size, int):
+        raise UnsupportedError("the server does not say how large its files are")
+    identity = next((info[key] for key in _IDENTITY_KEYS if info.get(key) is not None), "")
+    if isinstance(identity, float | datetime.datetime):
+        # Of a time, drivers don't give the same digits in a listing and of one file.
+        identity = f"{_unix_time(identity):.6f}"
+    modified = next((info[key] for key in _TIME_KEYS if info.get(key) is not None), None)
+    return StoredFile(size, str(identity), _unix_time(modified))
+
+
+def _unix_time(value: Any) -> float | None:
+    try:
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+        return float(value) if isinstance(value, int | float) else datetime.datetime.fromisoformat(value).timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that a driver's error stands for, when it says."""
+    response = getattr(error, "response", None)
+    found = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(response, Mapping):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    cause = error.__cause__
+    return found if isinstance(found, int) else _status(cause) if cause is not None else None
+
+
+def _explain(error: Exception, shown: str) -> CkptoolError:
+    """One of our errors for a driver's, whose own words may hold URLs and credentials and are not repeated."""
+    if isinstance(error, CkptoolError):
+        return error
+    status = _status(error)
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return NotFoundError(f"no such file or folder: {shown}")
+    if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in type(error).__name__:
+        return AccessError(f"access denied: {shown}", hint="check the credentials of this environment")
+    if isinstance(error, NotImplementedError):
+        return UnsupportedError(f"{shown}: this kind of URL can only be read")
+    answer = f"HTTP {status}" if status else type(error).__name__
+    return StorageError(f"{shown}: the store failed {_NUM_ATTEMPTS} times ({answer})", hint="try again later")

@@ -1,0 +1,216 @@
+"""Every command on URLs, with the store in memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import ckptool
+from ckptool.cli.main import run
+from ckptool.errors import DamagedError, StorageError, TargetExistsError, UnsupportedError, UsageError
+from ckptool.ops.copy import copy
+from ckptool.ops.inspect import inspect
+from ckptool.ops.layouts import chosen_mesh
+from ckptool.ops.ls import ls
+from ckptool.ops.reshard import reshard
+from ckptool.storage import store
+from ckptool.storage.place import place
+from ckptool.storage.store import Store
+
+RUNS = "memory://bucket/runs"
+Memory = fsspec.AbstractFileSystem
+
+
+def names(memory: Memory, folder: str) -> set[str]:
+    return {path.removeprefix(f"{folder}/") for path in memory.find(folder)}
+
+
+def test_a_model_comes_from_a_store_as_from_a_disk(memory: Memory, root: Path, tmp_path: Path) -> None:
+    ckptool.import_hf("memory://bucket/tiny", "m", root=tmp_path)
+    assert ckptool.diff(str(tmp_path / "m"), str(root / "step-5")).equal
+    assert (tmp_path / "m" / "hf" / "assets" / "notes.bin").read_bytes() == bytes(range(256))
+    record = json.loads((tmp_path / "m" / "ckptool.json").read_text())
+    assert record["source"]["url"] == "memory://bucket/tiny"
+
+
+def test_from_store_to_store_and_back(memory: Memory, hub_folder: Path) -> None:
+    ckptool.import_hf("memory://bucket/tiny", root=place(RUNS))
+    assert ckptool.verify(f"{RUNS}/tiny", level="content", against=str(hub_folder)).exit_code == 0
+    ckptool.export(f"{RUNS}/tiny", max_shard_bytes=40_000)
+    assert names(memory, "/bucket/runs/tiny-hf") >= {"config.json", "model.safetensors.index.json"}
+    assert ckptool.diff(f"{RUNS}/tiny-hf", str(hub_folder)).equal
+
+
+def test_a_torch_file_goes_to_a_store(memory: Memory, root: Path, tmp_path: Path) -> None:
+    ckptool.export(str(root / "step-5"), to="torch", out=place("memory://bucket/all.pt"))
+    ckptool.export(str(root / "step-5"), to="torch", out=tmp_path / "all.pt")
+    assert memory.cat("/bucket/all.pt") == (tmp_path / "all.pt").read_bytes()
+
+
+def test_a_reshard_reads_and_writes_a_store(memory: Memory, root: Path) -> None:
+    copy(str(root / "step-5"), f"{RUNS}/step-5")
+    reshard("step-5", "two", mesh=chosen_mesh(2, None), root=place(RUNS))
+    assert ckptool.verify(f"{RUNS}/two", level="content", against=str(root / "step-5")).exit_code == 0
+
+
+def test_a_copy_has_every_byte(memory: Memory, root: Path, tmp_path: Path) -> None:
+    copy("step-5", f"{RUNS}/step-5", root=root)
+    copy("step-5", str(tmp_path / "back"), root=place(RUNS))
+    for path in (root / "step-5").rglob("*"):
+        if path.is_file():
+            assert (tmp_path / "back" / path.relative_to(root / "step-5")).read_bytes() == path.read_bytes()
+
+
+def test_a_listing_says_what_is_whole(memory: Memory, root: Path) -> None:
+    copy("step-5", f"{RUNS}/step-5", root=root)
+    memory.pipe("/bucket/runs/step-7/__0_0.distcp", b"half")
+    rows = {row["name"]: row for row in ls(place(RUNS)).details["checkpoints"]}
+    assert rows["step-5"]["complete"] and not rows["step-7"]["complete"]
+    assert inspect("latest", root=place(RUNS)).target == f"{RUNS}/step-5"
+
+
+def test_the_marker_is_written_last(memory: Memory, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[str] = []
+    original = Store.put
+
+    def watched(self: Store, name: str, path: Path) -> Any:
+        put.append(name)
+        return original(self, name, path)
+
+    monkeypatch.setattr(Store, "put", watched)
+    copy("step-5", f"{RUNS}/step-5", root=root)
+    assert put[-1] == ".metadata" and put.count(".metadata") == 1
+
+
+def test_a_second_attempt_goes_on_from_the_first(memory: Memory, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = True
+    sent: list[str] = []
+    original = Store.put
+
+    def put(self: Store, name: str, path: Path) -> Any:
+        if broken and name.startswith("model-00002"):
+            raise StorageError("no more")
+        if name.startswith("model-"):
+            sent.append(name)
+        return original(self, name, path)
+
+    monkeypatch.setattr(Store, "put", put)
+    arguments = {"out": place("memory://bucket/out"), "max_shard_bytes": 40_000, "num_workers": 1}
+    with pytest.raises(StorageError, match="no more"):
+        ckptool.export(str(root / "step-5"), **arguments)
+    assert not memory.exists("/bucket/out/config.json")
+    broken = False
+    result = ckptool.export(str(root / "step-5"), **arguments)
+    assert any("went on from an interrupted attempt" in note for note in result.notes)
+    assert sent.count("model-00001-of-00003.safetensors") == 1
+    assert ckptool.diff("memory://bucket/out", "memory://bucket/tiny").equal
+    assert not any(name.startswith(".") for name in names(memory, "/bucket/out"))
+
+
+def test_a_copy_goes_on_from_what_is_there(memory: Memory, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = True
+    sent: list[str] = []
+    original = Store.put
+
+    def put(self: Store, name: str, path: Path) -> Any:
+        if broken and name == ".metadata":
+            raise StorageError("no more")
+        sent.append(name)
+        return original(self, name, path)
+
+    monkeypatch.setattr(Store, "put", put)
+    with pytest.raises(StorageError, match="no more"):
+        copy("step-5", f"{RUNS}/step-5", root=root)
+    broken = False
+    copy("step-5", f"{RUNS}/step-5", root=root)
+    assert sent.count("__0_0.distcp") == 1
+    assert ckptool.verify(f"{RUNS}/step-5").exit_code == 0
+
+
+def test_what_is_there_is_only_replaced_on_demand(memory: Memory, root: Path) -> None:
+    copy("step-5", f"{RUNS}/step-5", root=root)
+    memory.pipe("/bucket/runs/step-5/old.distcp", b"of the old one")
+    with pytest.raises(TargetExistsError, match="already exists"):
+        copy("step-5", f"{RUNS}/step-5", root=root)
+    copy("step-5", f"{RUNS}/step-5", root=root, overwrite=True)
+    assert "old.distcp" not in names(memory, "/bucket/runs/step-5")
+    memory.pipe("/bucket/notes/today.txt", b"mine")
+    with pytest.raises(TargetExistsError, match="without a model"):
+        copy("step-5", "memory://bucket/notes", root=root, overwrite=True)
+    assert memory.cat("/bucket/notes/today.txt") == b"mine"
+
+
+def test_a_file_that_changes_under_the_reader_is_an_error(memory: Memory) -> None:
+    source = Store("memory://bucket/tiny")
+    num_bytes = source.file("config.json").num_bytes
+    memory.pipe("/bucket/tiny/config.json", bytes(num_bytes))
+    with pytest.raises(DamagedError, match="changed while it was read"):
+        source.read_into("config.json", 0, memoryview(bytearray(num_bytes)))
+
+
+def test_another_writer_is_noticed_before_the_marker(
+    memory: Memory, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Store.refresh
+
+    def refresh(self: Store) -> Any:
+        memory.pipe("/bucket/runs/step-5/__0_0.distcp", b"another's")
+        return original(self)
+
+    monkeypatch.setattr(Store, "refresh", refresh)
+    with pytest.raises(StorageError, match="does something else write"):
+        copy("step-5", f"{RUNS}/step-5", root=root)
+    assert not memory.exists("/bucket/runs/step-5/.metadata")
+
+
+def test_a_store_that_garbles_is_noticed(memory: Memory, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = type(memory).put_file
+
+    def put_file(self: Any, lpath: str, rpath: str, **kwargs: Any) -> None:
+        original(self, lpath, rpath, **kwargs)
+        if rpath.endswith(".distcp"):
+            self.store[rpath].getbuffer()[100] ^= 1
+
+    monkeypatch.setattr(type(memory), "put_file", put_file)
+    with pytest.raises(StorageError, match="does not read back"):
+        copy("step-5", f"{RUNS}/step-5", root=root)
+    assert not memory.exists("/bucket/runs/step-5/.metadata")
+
+
+def test_local_commands_refuse_urls_in_one_line(memory: Memory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["prune", "--root", RUNS, "--keep-last", "1"]) == 1
+    assert "works on local folders only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "message"),
+    [
+        ("foo://bucket/x", UsageError, "not a kind of URL"),
+        ("gs://bucket/x", UnsupportedError, "driver for gs:// is not installed"),
+        ("https://host/x?X-Amz-Signature=abc", UsageError, "a signed URL names one file"),
+    ],
+)
+def test_urls_that_can_t_be_used(url: str, error: type[Exception], message: str) -> None:
+    if url.startswith("gs"):
+        try:
+            import gcsfs  # noqa: F401
+        except ImportError:
+            pass
+        else:
+            pytest.skip("gcsfs is installed")
+    with pytest.raises(error, match=message):
+        inspect(url)
+
+
+def test_credentials_are_never_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for url in ("sftp://me:hunter2@host/x", "https://me:hunter2@127.0.0.1:9/x", "https://host/x?sig=hunter2"):
+        assert store.redact_url(url).count("hunter2") == 0
+    run(["inspect", "foo://me:hunter2@host/x?key=hunter2"])
+    run(["ls", "https://me:hunter2@host/x?key=hunter2"])
+    captured = capsys.readouterr()
+    assert captured.err.count("***") >= 2
+    assert "hunter2" not in captured.out + captured.err
