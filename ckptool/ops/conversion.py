@@ -220,13 +220,15 @@ def _staged(target: Place, key: str, how: Execution) -> Iterator[Staging | Uploa
         # What is wrong with the data is not put right by going on.
         useless = isinstance(error, DamagedError | MismatchError | UnsafeError | UnsupportedError)
         if isinstance(staging, Upload):
+            goes_on = not useless and staging.has_kept
             staging.discard()
-        elif how.is_first and not useless and read_journals(staging.content.parent, key):
-            staging.suspend()
-            if isinstance(error, CkptoolError):
-                error.hint = f"{error.hint}; {GOES_ON}" if error.hint else GOES_ON
         elif how.is_first:
-            staging.discard()
+            goes_on = not useless and bool(read_journals(staging.content.parent, key))
+            staging.suspend() if goes_on else staging.discard()
+        else:
+            goes_on = False
+        if goes_on and isinstance(error, CkptoolError):
+            error.hint = f"{error.hint}; {GOES_ON}" if error.hint else GOES_ON
         raise
 
 

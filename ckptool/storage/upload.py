@@ -40,6 +40,11 @@ class Upload:
         self.content = Path(self._scratch.name, target.name)
         self._sent: dict[str, StoredFile] = {}
 
+    @property
+    def has_kept(self) -> bool:
+        """True when another attempt can go on from something."""
+        return bool(self._sent)
+
     def begin(self, key: str, resume: bool = True) -> dict[str, FileRecord]:
         """What an earlier attempt at the work `key` has brought up and is still there; anything else is removed, the
         markers first, so that nothing is taken for complete from here on."""

@@ -100,8 +100,9 @@ def test_a_second_attempt_goes_on_from_the_first(memory: Memory, root: Path, mon
 
     monkeypatch.setattr(Store, "put", put)
     arguments = {"out": place("memory://bucket/out"), "max_shard_bytes": 40_000, "num_workers": 1}
-    with pytest.raises(StorageError, match="no more"):
+    with pytest.raises(StorageError, match="no more") as raised:
         ckptool.export(str(root / "step-5"), **arguments)
+    assert "goes on from where this one stopped" in raised.value.hint
     assert not memory.exists("/bucket/out/config.json")
     broken = False
     result = ckptool.export(str(root / "step-5"), **arguments)
