@@ -99,7 +99,8 @@ class Host:
         left = min(COMMAND_SECONDS, self.deadline - time.monotonic())
         if left <= 0:
             raise RuntimeError("no time is left")
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1" if self.is_cpu else "4"}
+        python_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1" if self.is_cpu else "4"}
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=self.work,
