@@ -41,9 +41,10 @@ def _opcode(bare: bytes, byte: bytes, in_line: bytes, lengths: range) -> bytes:
 
 
 # A run of opcodes is skipped by one match, at C speed. In a clean run no argument holds a byte that is EMPTY_DICT or
-# SETITEMS as an opcode, so that those can be replaced in the whole run at once. (Ranges: quicker than [^}u].)
+# SETITEMS as an opcode, so that those can be replaced in the whole run at once. (Ranges: quicker than [^}u]. Bounded, since
+# a greedy group keeps its way back in memory; possessive groups are matched wrongly by Python before 3.11.5, gh-106052.)
 _CLEAN_RUN = re.compile(
-    _opcode(_BARE + b"}u", rb"[\x00-tv-|~-\xff]", rb"[\x00-\t\x0b-tv-|~-\xff]", range(ord("u"))) + b"*+",
+    _opcode(_BARE + b"}u", rb"[\x00-tv-|~-\xff]", rb"[\x00-\t\x0b-tv-|~-\xff]", range(ord("u"))) + b"{1,1000}",
     re.DOTALL,
 )
 _ONE_OPCODE = re.compile(_opcode(_BARE, rb".", rb"[^\n]", range(0)), re.DOTALL)
@@ -87,7 +88,9 @@ def rewrite_dicts(raw: bytes, location: str, dialect: Dialect) -> Iterator[bytes
     position = 0
     while True:
         start, position = position, _end_of_match(_CLEAN_RUN, raw, position)
-        yield raw[start:position].replace(b"}", dialect["}"]).replace(b"u", dialect["u"])
+        if position > start:
+            yield raw[start:position].replace(b"}", dialect["}"]).replace(b"u", dialect["u"])
+            continue
         opcode = raw[position] if position < len(raw) else -1
         if opcode == _SETITEM:
             yield dialect["s"]
