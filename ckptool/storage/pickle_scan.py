@@ -41,8 +41,8 @@ def _opcode(bare: bytes, byte: bytes, in_line: bytes, lengths: range) -> bytes:
 
 
 # A run of opcodes is skipped by one match, at C speed. In a clean run no argument holds a byte that is EMPTY_DICT or
-# SETITEMS as an opcode, so that those can be replaced in the whole run at once. (Ranges: quicker than [^}u]. Bounded, since
-# a greedy group keeps its way back in memory; possessive groups are matched wrongly by Python before 3.11.5, gh-106052.)
+# SETITEMS as an opcode, so that those can be replaced in the whole run at once. (Ranges: quicker than [^}u]. Bounded,
+# since a greedy group keeps its way back in memory; possessive groups match wrongly before Python 3.11.5, gh-106052.)
 _CLEAN_RUN = re.compile(
     _opcode(_BARE + b"}u", rb"[\x00-tv-|~-\xff]", rb"[\x00-\t\x0b-tv-|~-\xff]", range(ord("u"))) + b"{1,1000}",
     re.DOTALL,
