@@ -1,8 +1,8 @@
 """Joining torchrun's process group, also after a restart.
 
-torchrun keeps one store for all lives of a job, and torch's groups leave their addresses in it: ranks that were started
-again may read those of dead ones and wait for them for ever. So the living ranks agree on a name that nobody has used,
-and keep everything below it.
+torchrun keeps one store for all lives of a job, and a process may train more than once; what was left in the store
+(addresses of groups, a failure) must not reach those that come later, which would wait for dead ranks for ever. So the
+living ranks agree on a name that nobody has used, and keep everything below it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def join(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store, rank, world_size = next(dist.rendezvous("env://"))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.PrefixStore(agree_on_name(store, rank, world_size), store)
+    store = dist.PrefixStore(agree_on_name(store, rank, world_size), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
