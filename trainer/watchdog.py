@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, cast
@@ -47,8 +48,10 @@ class Watchdog:
     ) -> None:
         self._ranks, self._stopwatch, self._stop = ranks, stopwatch, stop
         self._folder, self._limit_seconds = folder, limit_seconds
-        # A connection of its own, because the main thread may wait on the other one.
-        self._store = dist.PrefixStore("watchdog", cast(Any, dist.distributed_c10d._get_default_store()).clone())
+        # A connection of its own, because the main thread may wait on the other one; and a name of its own, because a
+        # process may train several times in one group.
+        name = ranks.from_rank0(lambda: f"watchdog {uuid.uuid4().hex}")
+        self._store = dist.PrefixStore(name, cast(Any, dist.distributed_c10d._get_default_store()).clone())
         self._over = threading.Event()
         self._is_ending = False
         self._main = threading.get_ident()

@@ -38,6 +38,8 @@ def report(error: BaseException, as_json: bool = False) -> int:
     """
     if isinstance(error, BrokenPipeError):
         return _close_stdout_quietly()
+    if _was_interrupted(error):
+        error = KeyboardInterrupt()
     if isinstance(error, OSError):
         error = _keep_cause(explain_os_error(error, error.filename or "standard output"), error)
     if os.environ.get(DEBUG_VARIABLE, "") not in ("", "0"):
@@ -72,6 +74,13 @@ def _describe(error: BaseException) -> _Said:
             message = one_line(f"{kind}: {error}")
             hint = f"set {DEBUG_VARIABLE}=1 for the traceback"
             return _Said("InternalError", message, 1, hint, (f"internal error: {message}; {hint}",))
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """True when Ctrl-C is at the bottom of it: libraries make an ImportError of one that meets them while they load."""
+    while isinstance(error, ImportError):
+        error = error.__cause__ or error.__context__
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _keep_cause(error: CkptoolError, cause: OSError) -> CkptoolError:

@@ -105,7 +105,7 @@ class DcpWriters:
         """
         channels = self._channels[: len(paths)]
         for path, channel in zip(paths, channels, strict=True):
-            channel.send((path, dict(tensors)))
+            self._send(channel, (path, dict(tensors)))
         while True:
             self._receive(channels, lambda: free is None or bool(free), free)
             number, load = next(loads, (-1, None))
