@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -102,7 +103,7 @@ def conversion_options(command: Command) -> Command:
 @contextlib.contextmanager
 def ranks_of_torchrun() -> Iterator[Any]:
     """Yield the processes that torchrun started this command as; None for a command of its own."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    if not is_torchruns_own():
         yield None
         return
     from ckptool.ranks import joined_ranks
@@ -111,6 +112,22 @@ def ranks_of_torchrun() -> Iterator[Any]:
         yield ranks
 
 
+@functools.cache
+def is_torchruns_own() -> bool:
+    """True for one of several processes that torchrun itself started.
+
+    A program that a training rank starts has that rank's environment, too, and would wait for others for ever.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return False
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # no /proc here
+        return "TORCHELASTIC_RUN_ID" in os.environ
+    launchers = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
+    return any(os.path.basename(word) in launchers for word in words)
+
+
 def is_other_rank() -> bool:
     """True in a process of torchrun that leaves talking to rank 0."""
-    return int(os.environ.get("RANK", "0")) > 0
+    return is_torchruns_own() and int(os.environ.get("RANK", "0")) > 0
