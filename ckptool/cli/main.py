@@ -30,6 +30,7 @@ from ckptool.cli import (
     verify,
 )
 from ckptool.cli._errors import report as report_error
+from ckptool.core.interruption import listening
 
 EPILOG = (
     "Exit codes: 0 ok, 1 error, 2 usage, 3 mismatch, 4 damaged input, 5 unsafe content, 6 target exists, "
@@ -70,8 +71,9 @@ for command in (
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's arguments) and return its exit code. Errors go to stderr."""
     try:
-        code = cli.main(args=args, prog_name="ckptool", standalone_mode=False)
-        sys.stdout.flush()
+        with listening():
+            code = cli.main(args=args, prog_name="ckptool", standalone_mode=False)
+            sys.stdout.flush()
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:

@@ -15,6 +15,7 @@ from blake3 import blake3
 from ckptool import __version__
 from ckptool.core.budget import MemoryBudget
 from ckptool.core.interfaces import Progress, Sink, Source
+from ckptool.core.interruption import raise_if_interrupted
 from ckptool.core.parts import FileRecord
 from ckptool.core.plan import Plan
 from ckptool.errors import CkptoolError, DamagedError, MismatchError, UnsafeError, UnsupportedError
@@ -211,10 +212,12 @@ def _staged(target: Place, key: str, how: Execution) -> Iterator[Staging | Uploa
 
     When it raises, what is there is removed, unless some parts were done that another attempt can go on from.
     """
+    raise_if_interrupted()
     staging = _create(target, how)
     try:
         _make_content(staging, how)
         yield staging
+        raise_if_interrupted()
         _on_first(how, staging.publish)
     except BaseException as error:
         # What is wrong with the data is not put right by going on.
