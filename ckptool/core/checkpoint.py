@@ -39,6 +39,7 @@ class Manifest:
 
     @property
     def num_chunks(self) -> int:
+        """Stored boxes of all tensors."""
         return sum(len(t.chunks) for t in self.tensors.values())
 
     def check_cover(self) -> None:

@@ -49,9 +49,11 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return math.prod(self.sizes)
 
     def to_json(self) -> dict[str, int]:
+        """The size of each axis, from the outermost on."""
         return dict(zip(self.axes, self.sizes, strict=True))
 
     def __str__(self) -> str:

@@ -105,6 +105,7 @@ class DataPosition:
         return [unit for segment, part in self._parts(numbers) for unit in segment.units(part)]
 
     def segment_of(self, number: int) -> Segment:
+        """The definition of the stream that unit `number` belongs to."""
         return next(segment for segment in reversed(self.segments) if segment.start <= number)
 
     def next_units(self) -> range:

@@ -49,6 +49,7 @@ class Provenance:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
+        """The content of `ckptool.json`, as plain data."""
         return asdict(self)
 
     @classmethod

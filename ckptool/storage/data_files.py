@@ -41,6 +41,7 @@ class SourceFile:
 
     @property
     def builder(self) -> str:
+        """The builder of `datasets` that reads it, by its suffix: text, json or parquet."""
         return BUILDERS.get(self.path.suffix.lower(), "text")
 
 
