@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from itertools import islice
 
 from ckptool.core.order import keyed_words
 from ckptool.errors import UsageError
@@ -44,13 +45,11 @@ def block_layout(seed: int, done: int, block: int, slots: tuple[int, ...]) -> tu
     """
     counts = " ".join(map(str, slots))
     words = keyed_words(f"ckptool-order-2 seed={seed} done={done} block={block} slots={counts}", BLOCK_SLOTS)
-    sorted_slots = sorted(range(BLOCK_SLOTS), key=words.__getitem__)
     owners = [0] * BLOCK_SLOTS
-    start = 0
+    sorted_slots = iter(sorted(range(BLOCK_SLOTS), key=words.__getitem__))
     for source, count in enumerate(slots):
-        for slot in sorted_slots[start : start + count]:
+        for slot in islice(sorted_slots, count):
             owners[slot] = source
-        start += count
     seen = [0] * len(slots)
     before = []
     for source in owners:
