@@ -41,6 +41,7 @@ _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _NUM_ATTEMPTS = 6
 _FIRST_WAIT_SECONDS = 0.2
 _LONGEST_WAIT_SECONDS = 10.0
+_LONGEST_ASKED_WAIT_SECONDS = 600.0
 
 #: Longer reads are cut into ranges of this size, which are fetched at the same time.
 RANGE_BYTES = 4 << 20
@@ -80,6 +81,14 @@ class Store:
         self._has_folders = "sftp" in _protocols(self._fs)
         self._lock = threading.Lock()
         self._files: dict[str, StoredFile] | None = None
+
+    def above(self) -> Store:
+        """The folder that holds this URL."""
+        return type(self)(self.url.rpartition("/")[0])
+
+    def __reduce__(self) -> tuple[type[Store], tuple[str]]:
+        """Another process opens and lists it anew."""
+        return Store, (self.url,)
 
     @property
     def files(self) -> Mapping[str, StoredFile]:
@@ -209,16 +218,22 @@ class Store:
             raise DamagedError(f"{self.show(name)} was changed while it was read", hint="start again")
 
     def _retried(self, name: str, attempt: Callable[[], Value]) -> Value:
-        """The result of `attempt`, tried again after growing waits; its last error as one of ours."""
-        for number in range(_NUM_ATTEMPTS):
-            try:
-                return attempt()
-            except Exception as error:
-                if number + 1 == _NUM_ATTEMPTS or isinstance(error, _FINAL) or _status(error) in (401, 403, 404, 412):
-                    raise _explain(error, self.show(name)) from None
-            wait = min(_FIRST_WAIT_SECONDS * 2**number, _LONGEST_WAIT_SECONDS)
-            time.sleep(wait * random.uniform(0.5, 1.0))
-        raise AssertionError("unreachable")
+        return retried(attempt, self.show(name))
+
+
+def retried(attempt: Callable[[], Value], shown: str) -> Value:
+    """The result of `attempt`, tried again after growing waits, or as long as the server asks; its last error as one of
+    ours about `shown`."""
+    for number in range(_NUM_ATTEMPTS):
+        try:
+            return attempt()
+        except Exception as error:
+            if number + 1 == _NUM_ATTEMPTS or isinstance(error, _FINAL) or _status(error) in (401, 403, 404, 412):
+                raise _explain(error, shown) from None
+            asked = _asked_wait_seconds(error)
+        wait = min(_FIRST_WAIT_SECONDS * 2**number, _LONGEST_WAIT_SECONDS)
+        time.sleep(asked + wait * random.uniform(0.5, 1.0))
+    raise AssertionError("unreachable")
 
 
 def is_url(text: str) -> bool:
@@ -302,11 +317,23 @@ def _unix_time(value: Any) -> float | None:
 def _status(error: BaseException) -> int | None:
     """The HTTP status that a driver's error stands for, when it says."""
     response = getattr(error, "response", None)
-    found = getattr(error, "status", None) or getattr(error, "code", None)
+    found = getattr(error, "status", None) or getattr(error, "code", None) or getattr(response, "status_code", None)
     if isinstance(response, Mapping):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     cause = error.__cause__
     return found if isinstance(found, int) else _status(cause) if cause is not None else None
+
+
+def _asked_wait_seconds(error: BaseException) -> float:
+    """How long the server asks to be left alone: Retry-After, or the time of its RateLimit header
+    (https://datatracker.ietf.org/doc/draft-ietf-httpapi-ratelimit-headers/), at most ten minutes."""
+    headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None)
+    if not isinstance(headers, Mapping):
+        return 0.0
+    named = {str(name).lower(): str(value) for name, value in headers.items()}
+    limit = re.search(r"r=0\s*;\s*t=(\d+)", named.get("ratelimit", ""))
+    asked = limit[1] if limit else named.get("retry-after", "").strip()
+    return min(float(asked), _LONGEST_ASKED_WAIT_SECONDS) if asked.isdigit() else 0.0
 
 
 def _explain(error: Exception, shown: str) -> CkptoolError:

@@ -52,7 +52,7 @@ class StorePath:
     def parent(self) -> StorePath:
         if self.key:
             return StorePath(self.store, self.key.rpartition("/")[0])
-        return StorePath(Store(self.store.url.rpartition("/")[0]))
+        return StorePath(self.store.above())
 
     @property
     def parents(self) -> Sequence[StorePath]:
