@@ -23,18 +23,14 @@ from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_folder import EXTRA_NAME, copy_side_files, side_files
 from ckptool.load_check import check_loaded
 from ckptool.ranks import Ranks
+from ckptool.shared_target import SharedTarget
 from ckptool.storage.digests_file import read_digests
-from ckptool.storage.files import os_errors, write_json
-from ckptool.storage.lock import SILENCE_LIMIT_SECONDS
-from ckptool.storage.staging import create_staging
+from ckptool.storage.files import Place, os_errors, write_json
+from ckptool.storage.place import place
 from ckptool.template import Template, TemplateCheck
 
 POSITION_FILE = "data_position.json"
 SIDE_FOLDER = "hf"
-
-#: A run that was moved to another machine meets the lock of its own dead save: it waits for that to count as gone. Less
-#: than the 10 minutes after which NCCL gives up on the ranks that wait.
-PATIENCE_SECONDS = SILENCE_LIMIT_SECONDS + 60.0
 
 #: Plain tensors up to this size are compared between ranks before a save.
 MAX_COMPARED_BYTES = 1 << 20
@@ -42,7 +38,7 @@ MAX_COMPARED_BYTES = 1 << 20
 
 def save(
     state_dict: dict[str, Any],
-    target: Path,
+    target: Place | str,
     *,
     provenance: Provenance,
     ties: Mapping[str, str] | None = None,
@@ -51,42 +47,45 @@ def save(
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save `state_dict` (nested dicts of DTensors, tensors and plain values) as the checkpoint folder `target`.
+    """Save `state_dict` (nested dicts of DTensors, tensors and plain values) as the checkpoint `target`, a path or URL.
 
     All ranks of `process_group` call it with the same arguments; without a process group, one process saves alone.
     `ties` maps alias fqns to the fqns, both as in the checkpoint (`model.` and all), whose bytes they share; the
     aliases themselves are not in `state_dict`. `side_folder` is copied to `hf/`, `position` written for people.
-    With `overwrite` a checkpoint at `target` is replaced, at the moment when the new one is safe on the disk.
+    With `overwrite` a checkpoint at `target` is replaced, at the moment when the new one is safe on the disk. Of a URL
+    each rank brings up its own files from a temporary folder, and the old one is gone as soon as that begins.
 
     Raises, on every rank, TargetExistsError when `target` is taken, LockedError when another process is writing it,
     MismatchError when the ranks hold different values for one name, DistributedError when any rank failed to write;
     the message names that rank and its cause. `target` then is as it was, and nothing else was touched.
     """
     ranks = Ranks(process_group)
+    target = place(target)
     action = f"saving {target}"
     digests = ranks.agree(action, lambda: value_digests(Template(state_dict).values))
     check_same_values(ranks.gather(digests, action))
-    staging = ranks.on_first(action, lambda: create_staging(Path(target), overwrite, PATIENCE_SECONDS))
+    shared = SharedTarget(target, overwrite, ranks, action)
     try:
-        ranks.on_first(action, lambda: write_sidecars(staging.content, provenance, side_folder, position))
-        _write(state_dict, SaveWriter(staging.content, ties or {}), ranks, action)
-        ranks.on_first(action, staging.publish)
+        ranks.on_first(action, lambda: write_sidecars(shared.content, provenance, side_folder, position))
+        writer = SaveWriter(shared.content, ties or {})
+        _write(state_dict, writer, ranks, action)
+        shared.sent(writer.written())
+        shared.publish()
     except BaseException:
-        if ranks.rank == 0:
-            staging.discard()
+        shared.discard()
         raise
 
 
 def load(
     state_dict: dict[str, Any],
-    source: Path,
+    source: Place | str,
     *,
     process_group: dist.ProcessGroup | None = None,
     allow_cast: bool = False,
     allow_missing: Collection[str] = (),
     ignore: Collection[str] = (),
 ) -> None:
-    """Fill `state_dict` in place from the checkpoint folder `source`, saved on any number of ranks.
+    """Fill `state_dict` in place from the checkpoint `source`, a folder or URL, saved on any number of ranks.
 
     Names, shapes and dtypes are compared with the checkpoint's metadata before any tensor byte is read. The template's
     top-level keys choose the sections that must match whole: `{"model": ...}` ignores the checkpoint's `optim`.
@@ -100,10 +99,11 @@ def load(
     then undefined.
     """
     ranks = Ranks(process_group)
+    source = place(source)
     action = f"loading {source}"
     checkpoint = ranks.agree(action, lambda: DcpSource(source))
     with contextlib.closing(checkpoint):
-        digests = ranks.agree(action, lambda: read_digests(Path(source), checkpoint.manifest.save_id))
+        digests = ranks.agree(action, lambda: read_digests(source, checkpoint.manifest.save_id))
         checkpoint.check_crc = digests is None
         check = TemplateCheck(allow_cast, allow_missing, ignore)
         ranks.agree(action, lambda: check.run(Template(state_dict), checkpoint.manifest))

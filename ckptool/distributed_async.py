@@ -27,12 +27,13 @@ from ckptool.core.parts import FileRecord
 from ckptool.core.position import DataPosition
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import TensorEntry
-from ckptool.distributed import MAX_COMPARED_BYTES, PATIENCE_SECONDS, check_same_values, value_digests, write_sidecars
+from ckptool.distributed import MAX_COMPARED_BYTES, check_same_values, value_digests, write_sidecars
 from ckptool.errors import CkptoolError
 from ckptool.formats.dcp_sink import DcpFile, DcpSink
 from ckptool.formats.dcp_storage_writer import bare_provenance
 from ckptool.formats.dcp_writers import DcpWriters, Load, write_file
 from ckptool.ranks import Ranks
+from ckptool.shared_target import SharedTarget
 from ckptool.snapshot import (
     LOAD_BYTES,
     RING_BYTES,
@@ -47,7 +48,8 @@ from ckptool.snapshot import (
     state_bytes,
 )
 from ckptool.storage.direct_file import BUFFER_BYTES
-from ckptool.storage.staging import create_staging
+from ckptool.storage.files import Place
+from ckptool.storage.place import place
 from ckptool.template import Template
 
 #: Processes that write for one rank, where there are cores enough.
@@ -63,7 +65,7 @@ AFTER_ERROR_SECONDS = 60.0
 class PendingSave:
     """A checkpoint on its way to the disk."""
 
-    def __init__(self, target: Path, snapshot: Snapshot) -> None:
+    def __init__(self, target: Place, snapshot: Snapshot) -> None:
         self.target = target
         #: How long the caller was kept, and how long after the call the checkpoint was durable (None: not yet).
         self.stall_seconds = 0.0
@@ -88,7 +90,7 @@ class PendingSave:
 class _Work:
     """A save, apart from its tensors: the arguments of `AsyncSaver.save`, copied."""
 
-    target: Path
+    target: Place
     provenance: Provenance
     ties: Mapping[str, str]
     side_folder: Path | None
@@ -134,7 +136,7 @@ class AsyncSaver:
     def save(
         self,
         state_dict: dict[str, Any],
-        target: Path | str,
+        target: Place | str,
         *,
         provenance: Provenance | None = None,
         ties: Mapping[str, str] | None = None,
@@ -156,7 +158,7 @@ class AsyncSaver:
         template = Template(state_dict)
         snapshot = self._take(template.values)
         work = _Work(
-            Path(target),
+            place(target),
             provenance or bare_provenance(self._ranks.world_size),
             dict(ties or {}),
             side_folder,
@@ -272,18 +274,18 @@ class AsyncSaver:
         check_same_values(ranks.gather(digests, action))
         held = _Held(snapshot.entries, snapshot.boxes, tuple(snapshot.values), work.paths)
         plan = _Plan.of(ranks.gather(held, action))
-        staging = ranks.on_first(action, lambda: create_staging(work.target, work.overwrite, PATIENCE_SECONDS))
+        shared = SharedTarget(work.target, work.overwrite, ranks, action)
         try:
-            content = staging.content
+            content = shared.content
             ranks.on_first(action, lambda: write_sidecars(content, work.provenance, work.side_folder, work.position))
             written = ranks.agree(action, lambda: self._write_files(content, snapshot, plan))
             records = [record for of_rank in ranks.gather(written, action) for record in of_rank]
             sink = DcpSink(content, plan.tensors, plan.paths, work.ties)
             ranks.on_first(action, lambda: sink.finish(records))
-            ranks.on_first(action, staging.publish)
+            shared.sent({record.file: record.blake3 for record in written})
+            shared.publish()
         except BaseException:
-            if ranks.rank == 0:
-                staging.discard()
+            shared.discard()
             raise
 
     def _write_files(self, content: Path, snapshot: Snapshot, plan: _Plan) -> list[FileRecord]:
@@ -411,7 +413,7 @@ _savers: dict[dist.ProcessGroup | None, AsyncSaver] = {}
 
 def async_save(
     state_dict: dict[str, Any],
-    target: Path | str,
+    target: Place | str,
     *,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,

@@ -146,6 +146,10 @@ class SaveWriter(FileSystemWriter):
         done.set_result([*written, digests])
         return done
 
+    def written(self) -> dict[str, str]:
+        """The files that this rank has written, with their BLAKE3."""
+        return {name: digest.blake3 for name, digest in self._hashed.digests.items()}
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
 

@@ -88,7 +88,7 @@ class Store:
 
     def __reduce__(self) -> tuple[type[Store], tuple[str]]:
         """Another process opens and lists it anew."""
-        return Store, (self.url,)
+        return type(self), (self.url,)
 
     @property
     def files(self) -> Mapping[str, StoredFile]:
@@ -132,6 +132,9 @@ class Store:
         else:
             for _ in _connections().map(fetch, starts):
                 pass
+
+    def check_writable(self) -> None:
+        """Raises UnsupportedError where it is known that nothing can be written."""
 
     def put(self, name: str, path: Path) -> StoredFile:
         """Upload a local file under a name; what the store then says of it. Raises StorageError or AccessError."""
@@ -329,7 +332,7 @@ def _asked_wait_seconds(error: BaseException) -> float:
     (https://datatracker.ietf.org/doc/draft-ietf-httpapi-ratelimit-headers/), at most ten minutes."""
     headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None)
     if not isinstance(headers, Mapping):
-        return 0.0
+        return _asked_wait_seconds(error.__cause__) if error.__cause__ is not None else 0.0
     named = {str(name).lower(): str(value) for name, value in headers.items()}
     limit = re.search(r"r=0\s*;\s*t=(\d+)", named.get("ratelimit", ""))
     asked = limit[1] if limit else named.get("retry-after", "").strip()

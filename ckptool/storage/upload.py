@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from ckptool.storage.digest import digest_file
 from ckptool.storage.files import os_errors, read_json
 from ckptool.storage.store import StoredFile
 from ckptool.storage.store_path import StorePath
+
+#: So many files go up at a time.
+NUM_UPLOADS = 4
 
 JOURNAL_FOLDER = ".ckptool-upload"
 _STARTED = f"{JOURNAL_FOLDER}/started.json"
@@ -70,6 +74,15 @@ class Upload:
         note = {"key": key, "identity": stored.identity, "record": record.to_json()}
         self._put_json(f"{JOURNAL_FOLDER}/{record.file}.json", note)
 
+    def send(self, files: Mapping[str, str]) -> None:
+        """Bring up finished files, given with their BLAKE3, and read them back. No other attempt goes on from them."""
+        with ThreadPoolExecutor(NUM_UPLOADS, "upload") as workers:
+            for _ in workers.map(self._send, files.keys(), files.values()):
+                pass
+        for name in files:
+            with os_errors(self.content):
+                (self.content / name).unlink()
+
     def publish(self) -> None:
         """Bring up what is left, look whether all is there as it was sent, and write the marker.
 
@@ -83,7 +96,7 @@ class Upload:
         left.sort(key=lambda name: (MARKERS.index(name) + 1 if name in MARKERS else 0, name))
         for name in left[:-1]:
             self._send(name, digest_file(self.content / name))
-        self._check_sent()
+        self.check_sent()
         for name in left[-1:]:
             self._send(name, digest_file(self.content / name))
         for name in [n for n in self.target.names_below() if n.startswith(f"{JOURNAL_FOLDER}/")]:
@@ -105,7 +118,8 @@ class Upload:
         self._sent[name] = stored
         return stored
 
-    def _check_sent(self) -> None:
+    def check_sent(self) -> None:
+        """Raises StorageError when something that was sent is not there any more as it was."""
         self.target.store.refresh()
         for name, stored in self._sent.items():
             place = self._place(name)
@@ -139,7 +153,11 @@ class Upload:
 
 
 def refuse_existing_in_store(target: StorePath, overwrite: bool, is_file: bool) -> None:
-    """Raise TargetExistsError unless nothing is at `target`, or only an unfinished upload, or it may be overwritten."""
+    """Raise TargetExistsError unless nothing is at `target`, or only an unfinished upload, or it may be overwritten.
+
+    Raises UnsupportedError where nothing can be written at all.
+    """
+    target.store.check_writable()
     taken = target.exists()
     unfinished = any(name.startswith(f"{JOURNAL_FOLDER}/") for name in target.names_below())
     if not taken or (unfinished and not any((target / marker).is_file() for marker in MARKERS)):
