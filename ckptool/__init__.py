@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from ckptool.storage.data_files import SourceFile as SourceFile
     from ckptool.storage.data_files import files_record as files_record
     from ckptool.storage.data_files import find_source_files as find_source_files
+    from ckptool.storage.digests_file import weights_digest as weights_digest
 
     open_checkpoint = read_manifest
 
@@ -133,6 +134,7 @@ _HOMES = {
     "save": "ckptool.distributed",
     "top": "ckptool.ops.top",
     "verify": "ckptool.ops.verify",
+    "weights_digest": "ckptool.storage.digests_file",
 }
 
 __all__ = [
@@ -196,6 +198,7 @@ __all__ = [
     "save",
     "top",
     "verify",
+    "weights_digest",
 ]
 
 

@@ -227,6 +227,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "save",
         "top",
         "verify",
+        "weights_digest",
     ]
     assert all(getattr(ckptool, name) is not None for name in ckptool.__all__)
     with pytest.raises(AttributeError, match="no attribute 'absent'"):

@@ -139,12 +139,13 @@ def _adapter_of(config: TrainConfig, origin: Origin) -> Adapter | None:
     if adapter is None:
         if not stored:
             return None
+        base = stored.get("base")
         raise MismatchError(
-            f"{origin.path} holds an adapter of rank {stored.get('rank')}, no whole model",
-            hint=f"--lora-rank {stored.get('rank')} goes on with it; all weights: --init-from {stored.get('base')} "
-            "and another --root",
+            f"{origin.path} holds an adapter of rank {stored.get('rank')}, {'no whole model' if base else 'unmerged'}",
+            hint=f"--lora-rank {stored.get('rank')} goes on with it; all weights: "
+            + (f"--init-from {base} and another --root" if base else "ckptool export --merge-adapter, and import that"),
         )
-    if not origin.is_resume and stored:
+    if not origin.is_resume and stored.get("base"):
         raise MismatchError(f"{origin.path} is an adapter itself", hint=f"--init-from {stored.get('base')}")
     if origin.is_resume and not stored:
         raise MismatchError(
@@ -156,9 +157,11 @@ def _adapter_of(config: TrainConfig, origin: Origin) -> Adapter | None:
 
 def _base_of(adapter: Adapter, config: TrainConfig, origin: Origin) -> Path:
     """The checkpoint whose weights the adapter is trained on. Raises MismatchError when it was trained on others."""
-    if not origin.is_resume:
-        return origin.path
     stored = origin.provenance.adapter
+    if not origin.is_resume:
+        if stored:
+            adapter.check_imported(stored, origin.path)
+        return origin.path
     adapter.check_same(stored, origin.path)
     base = _local(ckptool.resolve(config.init_from or str(stored.get("base")), config.root))
     adapter.check_base(stored, base)
@@ -216,9 +219,10 @@ def _open(path: Path, is_resume: bool, passed_over: tuple[tuple[str, str], ...] 
         raise UsageError(f"{path} holds no model", hint="ckptool inspect shows what it holds")
     if is_resume and "data.record" not in manifest.objects:
         raise UsageError(f"{path} is no training checkpoint, so it can't be resumed", hint=f"--init-from {path.name}")
-    dtypes = tuple(sorted({t.dtype for t in weights if getattr(torch, t.dtype).is_floating_point}))
     provenance = manifest.provenance or Provenance(tool_version=ckptool.__version__)
-    if not provenance.adapter:  # the config is of the base, which was held against it
+    trained = [t for t in weights if is_adapter_name(t.fqn) or not provenance.adapter]
+    dtypes = tuple(sorted({t.dtype for t in trained if getattr(torch, t.dtype).is_floating_point}))
+    if not provenance.adapter.get("base"):  # else the config is of the base, which was held against it
         ckptool.read_config(path / "hf", len(weights), sum(tensor.num_bytes for tensor in weights))
     return Origin(path, is_resume, provenance, dtypes, passed_over)
 
@@ -228,7 +232,22 @@ def load_weights(state: TrainingState, origin: Origin, log: Log) -> None:
     wanted = sorted({str(p.dtype).removeprefix("torch.") for p in state.parameters().values()})
     if not state.adapter and list(origin.stored_dtypes) != wanted:
         log.say(f"weights stored as {', '.join(origin.stored_dtypes)} are trained as {', '.join(wanted)}")
-    ckptool.load({"model": state.base_weights()}, origin.path, allow_cast=True)
+    weights = state.base_weights()
+    if origin.provenance.adapter:
+        weights |= _imported_adapter(state, origin)
+    ckptool.load({"model": weights}, origin.path, allow_cast=True)
+
+
+def _imported_adapter(state: TrainingState, origin: Origin) -> dict[str, torch.Tensor]:
+    """The adapter's tensors, to be loaded from where the base is too. Raises MismatchError for other layers' ones."""
+    stored = {fqn.removeprefix("model.") for fqn in ckptool.open_checkpoint(origin.path).tensors}
+    wanted = state.weights()
+    if other := {name for name in stored if is_adapter_name(name)} ^ wanted.keys():
+        raise MismatchError(
+            f"the adapter in {origin.path} is beside other layers: {min(other)}, for one",
+            hint=f"--lora-targets {origin.provenance.adapter.get('targets')}",
+        )
+    return wanted
 
 
 def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: str = "") -> None:

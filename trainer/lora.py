@@ -7,7 +7,6 @@ under peft's names (`model.layers.0.self_attn.q_proj.lora_A.weight`), and its pr
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+import ckptool
 from ckptool import MismatchError, UnsupportedError, UsageError
 from trainer.config import ALL_LINEAR, TrainConfig
 from trainer.model import named_parameters
@@ -43,12 +43,14 @@ class Adapter:
         """What a checkpoint's provenance says of it: the numbers, and which weights it belongs to."""
         return {
             **{"type": "lora", "rank": self.rank, "alpha": self.alpha, "targets": self.targets},
-            **{"base": base.name, "base_digest": digest_of_weights(base)},
+            **{"base": base.name, "base_digest": ckptool.weights_digest(base)},
         }
 
     def check_same(self, stored: dict[str, Any], where: Path) -> None:
         """Raises MismatchError when the adapter that `where` holds is another one."""
-        told = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+        told: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha}
+        if "config" not in stored:  # peft's own says in other words which layers they are
+            told["targets"] = self.targets
         changes = [f"{name} {stored.get(name)} -> {value}" for name, value in told.items() if stored.get(name) != value]
         if changes:
             raise MismatchError(
@@ -57,23 +59,23 @@ class Adapter:
                 f"--lora-targets {stored.get('targets')}",
             )
 
+    def check_imported(self, stored: dict[str, Any], where: Path) -> None:
+        """Raises MismatchError when an adapter that peft made is another one than this, UnsupportedError when layers
+        differ in more than their sizes."""
+        own = [key for key in ("use_rslora", "rank_pattern", "alpha_pattern") if stored["config"].get(key)]
+        if own:
+            raise UnsupportedError(
+                f"the adapter in {where} has {', '.join(own)}, and here every layer has the same rank and alpha / rank"
+            )
+        self.check_same(stored, where)
+
     def check_base(self, stored: dict[str, Any], base: Path) -> None:
         """Raises MismatchError when `base` holds other weights than those that the adapter was trained on."""
-        if stored.get("base_digest") != digest_of_weights(base):
+        if stored.get("base_digest") != ckptool.weights_digest(base):
             raise MismatchError(
                 f"{base} is not what the adapter was trained on: the weights of {stored.get('base')} were others",
                 hint="--init-from names the base",
             )
-
-
-def digest_of_weights(checkpoint: Path) -> str:
-    """SHA-256 over the digests of the model's tensors, whatever their sharding; empty when there are none."""
-    try:
-        tensors = json.loads((checkpoint / "digests.json").read_text(encoding="utf-8"))["tensors"]
-    except FileNotFoundError:
-        return ""
-    weights = {name: record for name, record in tensors.items() if name.startswith("model.")}
-    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
 
 def is_adapter_name(name: str) -> bool:

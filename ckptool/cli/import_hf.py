@@ -21,6 +21,9 @@ from ckptool.storage.files import Place
 @click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.")
 @dtype_option
 @click.option(
+    "--adapter", default="", metavar="PEFT", help="Folder or Hub id of a LoRA adapter for SRC, kept beside it."
+)
+@click.option(
     "--chunk-size", type=Size(), default="32MiB", show_default=True, help="Largest piece of a tensor stored as one."
 )
 @click.option(
@@ -46,6 +49,7 @@ def command(
     root: Place | None,
     revision: str | None,
     dtype: str,
+    adapter: str,
     chunk_size: int,
     engine: str,
     untie: bool,
@@ -68,6 +72,7 @@ def command(
             root=root,
             revision=revision,
             dtype=dtype,
+            adapter=adapter,
             chunk_bytes=chunk_size,
             engine=engine,
             untie=untie,

@@ -28,6 +28,16 @@ class LowRank:
     rank: int
 
 
+def base_name(name: str) -> str:
+    """What the model without an adapter calls a tensor of the base: peft puts its layers around those of the model."""
+    return name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+
+
+def matrix_names(module: str) -> dict[str, str]:
+    """The names in a checkpoint of ours of the matrices beside a module, by side: A and B."""
+    return {side: f"{module}.lora_{side}.weight" for side in "AB"}
+
+
 def is_matrix(name: str) -> bool:
     return _MATRIX.fullmatch(name) is not None
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -71,18 +71,19 @@ def convert(
     before: Callable[[Path], None] = lambda content: None,
     after: Callable[[Path], None] = lambda content: None,
     consumer: Consumer | None = None,
+    also: Sequence[str] = (),
 ) -> list[str]:
     """Carry out `plan` and publish what it makes as `target`; returns notes on what happened.
 
     `before(content)` puts beside the parts what must be there when the sink finishes, `after(content)` what comes after
     it, both on one process. `consumer` is told of each part that is safe. An attempt that fails or is killed leaves
     nothing under the target's name; its finished parts are kept, and checked, for the next one with the same source and
-    options.
+    options. `also` is what else the tensors are made of, in words that change with it.
     """
     from ckptool import engine
 
     notes: list[str] = []
-    key = fingerprint(plan, source_path, source.manifest.files)
+    key = fingerprint(plan, source_path, source.manifest.files, also)
     with _staged(target, key, how) as staging:
         content = staging.content
         done = _on_first(how, lambda: _parts_done(staging, plan, key, how, notes))
@@ -133,7 +134,7 @@ def convert(
     return notes
 
 
-def fingerprint(plan: Plan, source_path: Place, files: Collection[str]) -> str:
+def fingerprint(plan: Plan, source_path: Place, files: Collection[str], also: Sequence[str] = ()) -> str:
     """Equal for equal work: the same files, by name, size and time of change, and the same plan made of them.
 
     `files` are those that the source reads (none: all in its folder).
@@ -153,7 +154,7 @@ def fingerprint(plan: Plan, source_path: Place, files: Collection[str]) -> str:
     hasher = blake3(json.dumps(versions).encode())
     for part in parts:
         hasher.update(repr(part).encode())
-    hasher.update(repr([plan.verb, plan.source, plan.target, __version__]).encode())
+    hasher.update(repr([plan.verb, plan.source, plan.target, __version__, *also]).encode())
     return hasher.hexdigest()
 
 

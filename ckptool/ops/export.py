@@ -107,11 +107,13 @@ def export(
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(ModelSource(path)))
         lora = read_adapter(source, lora_alpha) if adapter else None
+        also: tuple[str, ...] = ()
         if adapter == "merge" and lora is not None:
-            path = find_base(path, lora, base, root)
+            path = find_base(path, source, lora, base, root)
             refuse_own_source(path, target)
-            how = dataclasses.replace(how, resume=False)  # an attempt is known by one source, and these are two
-            source = stack.enter_context(contextlib.closing(MergedSource(path, lora, source, config)))
+            merged = MergedSource(path, lora, source, config)
+            also = merged.versions()
+            source = stack.enter_context(contextlib.closing(merged))
         elif adapter != "folder":
             refuse_adapter(source)
         job = open_job(
@@ -149,7 +151,14 @@ def export(
                 put_beside(staging)
         elif not dry_run:
             notes += convert(
-                plan, source, path, target, lambda content: form.open_sink(content, plan, names), how, before=put_beside
+                plan,
+                source,
+                path,
+                target,
+                lambda content: form.open_sink(content, plan, names),
+                how,
+                before=put_beside,
+                also=also,
             )
     return Result("export", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes))
 

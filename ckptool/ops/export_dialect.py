@@ -9,15 +9,13 @@ from pathlib import Path
 from ckptool.core.cuts import cut_tensor
 from ckptool.core.plan import Plan
 from ckptool.errors import NotFoundError, UnsupportedError
-from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.formats.dcp_sink import DcpSink, dcp_parts
 from ckptool.formats.hf_config import main_dtype, match_config
 from ckptool.formats.hf_folder import copy_side_files
 from ckptool.naming.groups import NamePlan
 from ckptool.naming.name_table import Dialect
-from ckptool.ops.export_job import PIECE_BYTES, ExportJob
+from ckptool.ops.export_job import ExportJob
 from ckptool.ops.import_hf import CHUNK_OVERHEAD_BYTES, DIGEST_RECORD_BYTES
-from ckptool.planner import plan_conversion
 
 
 class DialectForm:
@@ -62,20 +60,13 @@ class DialectForm:
 
     def plan(self, names: NamePlan) -> Plan:
         job = self._job
-        return plan_conversion(
-            "export",
-            job.manifest,
+        return job.plan(
             names,
-            str(job.target),
-            cut=cut_tensor,
-            piece_bytes=PIECE_BYTES,
-            source_prefix=MODEL_PREFIX,
+            partial(dcp_parts, num_ranks=job.num_ranks),
+            cut_tensor,
             target_prefix=self._prefix,
             extra_disk_bytes=job.config.num_bytes + len(job.live) * DIGEST_RECORD_BYTES,
             chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
-            lay_out=partial(dcp_parts, num_ranks=job.num_ranks),
-            num_workers=job.num_workers,
-            memory_bytes=job.memory_bytes,
         )
 
     def open_sink(self, content: Path, plan: Plan, names: NamePlan) -> DcpSink:

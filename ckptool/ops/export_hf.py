@@ -6,18 +6,15 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
-from ckptool.core.cuts import stream_tensor
 from ckptool.core.plan import Plan
 from ckptool.errors import DamagedError, NotFoundError
-from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.formats.hf_config import main_dtype, match_config
 from ckptool.formats.hf_folder import copy_side_files
 from ckptool.formats.hf_sink import HfSink, hf_parts
 from ckptool.naming.dialects import find_dialect
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.selection import untie_all
-from ckptool.ops.export_job import PIECE_BYTES, ExportJob
-from ckptool.planner import plan_conversion
+from ckptool.ops.export_job import ExportJob
 
 
 class HfForm:
@@ -54,19 +51,8 @@ class HfForm:
 
     def plan(self, names: NamePlan) -> Plan:
         job = self._job
-        return plan_conversion(
-            "export",
-            job.manifest,
-            names,
-            str(job.target),
-            cut=stream_tensor,
-            piece_bytes=PIECE_BYTES,
-            source_prefix=MODEL_PREFIX,
-            extra_disk_bytes=job.config.num_bytes,
-            lay_out=partial(hf_parts, max_shard_bytes=job.max_shard_bytes),
-            num_workers=job.num_workers,
-            memory_bytes=job.memory_bytes,
-        )
+        lay_out = partial(hf_parts, max_shard_bytes=job.max_shard_bytes)
+        return job.plan(names, lay_out, extra_disk_bytes=job.config.num_bytes)
 
     def open_sink(self, content: Path, plan: Plan, names: NamePlan) -> HfSink:
         return HfSink(content, plan.parts)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Sink
+from ckptool.core.parts import Part, PlanItem
 from ckptool.core.plan import Plan
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import TensorEntry
@@ -16,9 +18,13 @@ from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.naming.groups import NamePlan
 from ckptool.ops.inputs import same_bytes
 from ckptool.ops.model_source import ConfigFolder, ModelSource, find_config
+from ckptool.planner import Cut, plan_conversion
 from ckptool.storage.files import Place
 
 PIECE_BYTES = 32 << 20
+
+#: How items are distributed over files.
+LayOut = Callable[[list[PlanItem]], list[Part]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +68,22 @@ class ExportJob:
 
     def same_bytes(self, a: str, b: str) -> bool:
         return same_bytes(self.source, MODEL_PREFIX + a, MODEL_PREFIX + b)
+
+    def plan(self, names: NamePlan, lay_out: LayOut, cut: Cut = stream_tensor, **options: Any) -> Plan:
+        """The plan of `names` with the job's own limits; `options` are further ones of `plan_conversion`."""
+        return plan_conversion(
+            "export",
+            self.manifest,
+            names,
+            str(self.target),
+            cut=cut,
+            piece_bytes=PIECE_BYTES,
+            source_prefix=MODEL_PREFIX,
+            lay_out=lay_out,
+            num_workers=self.num_workers,
+            memory_bytes=self.memory_bytes,
+            **options,
+        )
 
 
 class Form(Protocol):

@@ -26,6 +26,7 @@ from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.selection import select_targets, untie_all
 from ckptool.ops.consume import Consumer, check_consumable
 from ckptool.ops.conversion import Execution, convert
+from ckptool.ops.import_adapter import add_adapter
 from ckptool.ops.inputs import ModelInput, open_input
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, new_target, refuse_own_source
@@ -55,6 +56,7 @@ def import_hf(
     root: Place | None = None,
     revision: str | None = None,
     dtype: str = "keep",
+    adapter: str = "",
     chunk_bytes: int = 32 << 20,
     engine: str = "stream",
     untie: bool = False,
@@ -76,6 +78,7 @@ def import_hf(
     constant memory, `num_workers` files at a time, as many as there are cores and as their buffers fit into
     `memory_bytes`; "transformers" loads the whole model through `from_pretrained`. `untie` stores tied tensors apart,
     and the config says so. `keys` and `exclude` are globs of the names in the checkpoint: only a part is imported.
+    `adapter` is a folder or Hub id of a LoRA adapter that peft has saved: its matrices are stored beside the layers.
     `consume` deletes each safetensors file of the source once its bytes are safe in the checkpoint. `overwrite`
     replaces an existing target once the new one is safe on the disk, `resume` goes on from an interrupted attempt, and
     `ranks`, which all call this, share the work out. Raises a CkptoolError; the target then is as it was.
@@ -90,6 +93,8 @@ def import_hf(
         raise UsageError("--consume goes with a whole model and --engine stream")
     if engine != "stream" and (untie or keys or exclude):
         raise UsageError("--untie, --keys and --exclude go with --engine stream")
+    if adapter and (consume or engine != "stream"):
+        raise UsageError("--adapter goes with --engine stream, and not with --consume")
     cast = checked_dtype(dtype)
     located = locate(src, revision)
     target = new_target(name or located.default_name, root)
@@ -102,8 +107,12 @@ def import_hf(
             located, target, cast, overwrite=how.overwrite, dry_run=dry_run, progress=how.progress
         )
 
-    model = open_input(located.path, cast)
-    with contextlib.closing(model.source) as source:
+    with contextlib.ExitStack() as opened:
+        model = open_input(located.path, cast)
+        source = opened.enter_context(contextlib.closing(model.source))
+        if adapter:
+            model = add_adapter(model, adapter, cast)
+            source = opened.enter_context(contextlib.closing(model.source))
         names = _settled(model.names, untie, keys, exclude)
         extra_bytes = sum(source.manifest.tensors[name].num_bytes for name in names.extra)
         num_records = len(source.manifest.tensors) + model.side.num_files
@@ -146,6 +155,7 @@ def import_hf(
             how,
             before=put_beside,
             consumer=consumer,
+            also=model.also,
         )
     return Result("import-hf", str(target), plan, True, time.monotonic() - start, tuple(notes))
 
@@ -214,4 +224,5 @@ def _provenance(located: Located, model: ModelInput, names: NamePlan) -> Provena
         ties=dict(names.ties),
         stored_tied_names=names.stored_tied_names,
         untied=dict(names.untied),
+        adapter=dict(model.adapter),
     )

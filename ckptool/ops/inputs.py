@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckptool.core.box import Box
 from ckptool.core.interfaces import Source
@@ -35,7 +35,8 @@ class SideFiles(Protocol):
 @dataclass(frozen=True)
 class ModelInput:
     """A model to import. `dtype` is what its config says, or should say, of its weights; `quantisation` is how they
-    were stored, "" if plainly."""
+    were stored, "" if plainly. `adapter` is for ckptool.json, not empty when there is one beside the layers; `also` is
+    what the source reads beside the files of its manifest, in words that change with it."""
 
     source: Source
     names: NamePlan
@@ -43,6 +44,8 @@ class ModelInput:
     side: SideFiles
     quantisation: str = ""
     notes: tuple[str, ...] = ()
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
 
 
 def open_input(path: Place, cast: str | None) -> ModelInput:

@@ -6,6 +6,7 @@ The commit marker covers it: `.metadata` carries, as DCP's `save_id`, the BLAKE3
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,6 +69,18 @@ def save_id_for(digests_bytes: bytes) -> str:
 def is_ours(save_id: str) -> bool:
     """True for what `save_id_for` returns: the checkpoint was written with digests, and its `.metadata` sealed."""
     return save_id.startswith(_SAVE_ID_PREFIX)
+
+
+def weights_digest(folder: Place) -> str:
+    """SHA-256 over the records of the model's tensors, whatever their sharding; empty for a checkpoint without digests.
+
+    An adapter's checkpoint names the weights that it belongs to by this.
+    """
+    path = folder / DIGESTS_FILE
+    if not path.exists():
+        return ""
+    weights = {name: record for name, record in read_json(path)["tensors"].items() if name.startswith("model.")}
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
 
 def read_digests(folder: Place, save_id: str) -> Digests | None:

@@ -14,7 +14,7 @@ import transformers
 import ckptool
 from ckptool.cli.main import run
 from ckptool.errors import MismatchError, NotFoundError, UnsupportedError, UsageError
-from ckptool.ops.adapters import _digest_of_weights
+from ckptool.storage.digests_file import weights_digest
 from tests.tiny_models import llama, save_folder
 
 peft = pytest.importorskip("peft", reason="pip install ckptool[lora]")
@@ -52,7 +52,7 @@ def root(base: Path) -> Path:
     """Beside them `step-1`, as the trainer saves it, and `foreign`, with all names as peft has them."""
     model = adapted(base / "hub")
     plain = {name.removeprefix("base_model.model.").replace(".default", ""): t for name, t in matrices(model).items()}
-    record = {"type": "lora", "rank": 3, "alpha": 5.0, "base": "base", "base_digest": _digest_of_weights(base / "base")}
+    record = {"type": "lora", "rank": 3, "alpha": 5.0, "base": "base", "base_digest": weights_digest(base / "base")}
     ckptool.save({"model": plain}, base / "step-1", provenance=ckptool.Provenance("0", adapter=record))
     dcp.save({"model": matrices(model), "step": 1}, checkpoint_id=base / "foreign", no_dist=True)
     return base

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import ckptool
 from ckptool import MismatchError, UsageError
@@ -135,3 +136,41 @@ def test_targets_and_options_that_can_not_be_are_refused(root, changes, message)
         if changes.get("tp"):
             tiny_config(root, **LORA | changes).check(num_data_ranks=1)
         run(root, **LORA | changes)
+
+
+@pytest.fixture(scope="module")
+def imported(pristine, tmp_path_factory):
+    """A root with `start`: the base with an adapter that peft has made beside it."""
+    root = shutil.copytree(pristine, tmp_path_factory.mktemp("imported") / "root")
+    ckptool.export("base", root=root, out=root / "hub")
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(PARTS), init_lora_weights=False)
+    peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(root / "hub"), settings).save_pretrained(
+        root / "peft"
+    )
+    ckptool.import_hf(str(root / "hub"), "start", root=root, adapter=str(root / "peft"))
+    return root
+
+
+def test_an_imported_adapter_is_where_training_begins(imported, tmp_path):
+    root = shutil.copytree(imported, tmp_path / "root")
+    run(root, steps=1, init_from="start", **LORA | {"lr": 1e-30})
+    ckptool.export("step-1", root=root, adapter="folder", out=tmp_path / "out")
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (root / "peft", tmp_path / "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    run(root, steps=2, init_from="start", **LORA)
+    ckptool.export("step-2", root=root, adapter="merge", out=tmp_path / "merged")
+    merged, plain = (load_file(path / "model.safetensors") for path in (tmp_path / "merged", root / "hub"))
+    assert merged.keys() == plain.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_rank": 0}, "start holds an adapter of rank 4, unmerged"),
+        ({"lora_rank": 2}, "another one: rank 4 -> 2"),
+        ({"lora_targets": "q_proj"}, "beside other layers"),
+    ],
+)
+def test_another_adapter_does_not_begin_from_an_imported_one(imported, tmp_path, changes, message):
+    with pytest.raises(MismatchError, match=message):
+        run(shutil.copytree(imported, tmp_path / "root"), **{**LORA, "steps": 1, "init_from": "start"} | changes)
