@@ -58,7 +58,13 @@ class Page:
     async def open(self, file: Path) -> None:
         for domain in ("Page", "Network", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
+        await self.call("Performance.enable", timeDomain="threadTicks")
         await self.call("Page.navigate", url=file.absolute().as_uri())
+
+    async def processor_seconds(self) -> float:
+        """What the page's main thread has worked so far; time that it waited for a core doesn't count."""
+        metrics = (await self.call("Performance.getMetrics"))["metrics"]
+        return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
     def requests(self) -> list[str]:
         """The addresses that were asked for, those inside the page left out."""

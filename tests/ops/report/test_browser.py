@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from tests.browser import CHROMIUM, Page, browser, connect
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
-#: The page is asked to draw in 2 s; a machine that does other work besides takes longer.
-MAX_DRAW_MILLISECONDS = 6000
+#: From an empty page to all charts, in processor seconds, so that a busy machine doesn't fail it.
+MAX_DRAW_SECONDS = 2.0
+MAX_MOVES = 300
 DRAWN = "document.getElementById('drawn')?.textContent"
 AXIS_LABELS = "Bokeh.documents.flatMap((d) => d.roots()).map((r) => r.below[0].axis_label)"
 PLACE = """
@@ -39,7 +41,7 @@ def test_a_page_of_100_000_chunks_draws_soon_offline_and_unharmed(big_page: str,
     async def look(page: Page) -> None:
         drawn = await page.wait_for(DRAWN)
         assert drawn.startswith("9 charts drawn in ")
-        assert int(drawn.split()[-2]) < MAX_DRAW_MILLISECONDS
+        assert 0 < await page.processor_seconds() < MAX_DRAW_SECONDS
         assert await page.value("document.title.startsWith('ckptool report: run')")
         assert page.requests() == [(tmp_path / "report.html").as_uri()]
         assert page.complaints() == []
@@ -47,11 +49,7 @@ def test_a_page_of_100_000_chunks_draws_soon_offline_and_unharmed(big_page: str,
         await page.value("document.querySelector('input[value=consumed]').click()")
         assert await page.wait_for("document.documentElement.dataset.along") == "consumed"
         assert set(await page.value(AXIS_LABELS)) - {"", None} == {"data position", "file", "layer"}
-        box = await page.value(PLACE)
-        x, y = box["x"] + box["width"] * 0.5, box["y"] + 305
-        for shift in (0, 3):
-            await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + shift, y=y)
-        hovering = await page.wait_for(HOVERING)
+        hovering = await hover(page)
         assert "<script>" in hovering["text"] and hovering["unsafe"] == 0
         assert not await page.value("document.title === 'owned'")
         assert page.complaints() == []
@@ -59,6 +57,18 @@ def test_a_page_of_100_000_chunks_draws_soon_offline_and_unharmed(big_page: str,
     file = tmp_path / "report.html"
     file.write_text(big_page, encoding="utf-8")
     in_browser(file, look)
+
+
+async def hover(page: Page) -> dict[str, Any]:
+    """Move over the shard map, again and again since a chart that is still being drawn doesn't notice."""
+    for number in range(MAX_MOVES):
+        box = await page.value(PLACE)
+        x, y = box["x"] + box["width"] * 0.5 + 3 * (number % 2), box["y"] + 305
+        await page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        if hovering := await page.value(HOVERING):
+            return hovering
+        await asyncio.sleep(0.1)
+    raise AssertionError("nothing is shown of what the mouse is over")
 
 
 def in_browser(file: Path, look: Callable[[Page], Awaitable[None]]) -> None:
@@ -69,3 +79,28 @@ def in_browser(file: Path, look: Callable[[Page], Awaitable[None]]) -> None:
 
     with browser() as address:
         asyncio.run(visit(address))
+
+
+COLORS = "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+FOCUSED = "document.activeElement.className || document.activeElement.tagName"
+
+
+def test_the_page_follows_the_light_or_dark_setting_and_the_keyboard(small_page: str, tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        await page.wait_for(DRAWN)
+        colors = []
+        for scheme in ("light", "dark"):
+            features = [{"name": "prefers-color-scheme", "value": scheme}]
+            await page.call("Emulation.setEmulatedMedia", features=features)
+            colors.append(await page.value(COLORS))
+        assert colors[0][0] != colors[1][0] and colors[0][1] != colors[1][1]
+        reached = set()
+        for _ in range(40):
+            for kind in ("keyDown", "keyUp"):
+                await page.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+            reached.add(await page.value(FOCUSED))
+        assert {"skip", "A", "INPUT", "SUMMARY"} <= reached
+
+    file = tmp_path / "report.html"
+    file.write_text(small_page, encoding="utf-8")
+    in_browser(file, look)
