@@ -27,8 +27,8 @@ def place_of(position: DataPosition, number: int) -> int:
     Raises UsageError when that number belongs to an earlier definition.
     """
     segment = position.segment_of(number)
-    if not _shares_places(segment, position.segment):
-        begins = min(s.start for s in position.segments if _shares_places(s, position.segment))
+    if not shares_places(segment, position.segment):
+        begins = min(s.start for s in position.segments if shares_places(s, position.segment))
         raise UsageError(
             f"unit {number} lies before unit {begins}, where the data or its mixture was changed",
             hint="resume from a checkpoint of that time, which knows the stream as it was",
@@ -102,7 +102,7 @@ def with_edit(position: DataPosition, action: str, changes: list[str], *, reason
     return replace(position, edits=(*position.edits, edit))
 
 
-def _shares_places(a: Segment, b: Segment) -> bool:
+def shares_places(a: Segment, b: Segment) -> bool:
     """True when a place means the same in both: they differ by jumps only."""
     return replace(a, start=0, phase=0) == replace(b, start=0, phase=0)
 

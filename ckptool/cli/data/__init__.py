@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptool.cli.data import change, look
+from ckptool.cli.data import change, foreign, look
 
 
 @click.group("data", short_help="Show, check and change where training stands in its data.")
@@ -23,5 +23,6 @@ for subcommand in (
     change.seek_command,
     change.skip_command,
     change.edit_command,
+    foreign.import_command,
 ):
     command.add_command(subcommand)

@@ -114,12 +114,12 @@ def edit_command(
     """
     from ckptool.ops.data_edit import edit
 
-    sources = tuple(_read_source(path) for path in source_files)
+    sources = tuple(read_source(path) for path in source_files)
     result = edit(name, weights=weights, add_sources=sources, root=root, reason=reason, dry_run=dry_run)
     show(result, as_json=as_json, quiet=quiet, human=_show, bare=[result.target])
 
 
-def _read_source(path: Path) -> DataSource:
+def read_source(path: Path) -> DataSource:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return DataSource.from_record(record)
