@@ -63,6 +63,15 @@ class Size(click.ParamType):
         return num_bytes
 
 
+class Rate(Size):
+    """Bytes a second: `100MB/s`; the `/s` may be left out."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return super().convert(re.sub(r"\s*/\s*s\s*$", "", value) if isinstance(value, str) else value, param, ctx)
+
+
 def complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Shell completion of a checkpoint NAME: the checkpoints under the root, `latest`, or any folder."""
     from ckptool.runs import default_root

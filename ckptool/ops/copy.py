@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +19,13 @@ from ckptool.core.cuts import cut_tensor
 from ckptool.core.interfaces import Progress
 from ckptool.core.parts import FileRecord
 from ckptool.core.plan import Plan, Result
-from ckptool.errors import DamagedError, NotFoundError, StorageError
-from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, read_manifest
+from ckptool.errors import CkptoolError, DamagedError, NotFoundError, StorageError, UnsafeError
+from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, parse_manifest, read_manifest
 from ckptool.formats.dcp_sink import dcp_parts
 from ckptool.naming.groups import keep_names
 from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import check_structure
+from ckptool.ops.conversion import GOES_ON, Execution, convert
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
@@ -32,13 +34,15 @@ from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, FileDigest, read_digests
 from ckptool.storage.files import Place, open_binary, os_errors, safe_join
 from ckptool.storage.hashing import HashingFile
+from ckptool.storage.journal import Journal, read_journals
+from ckptool.storage.kept_files import kept_files, remove_rest
 from ckptool.storage.place import file_version, files_below
-from ckptool.storage.staging import refuse_existing, staged_directory
+from ckptool.storage.rate_limit import RateLimit
+from ckptool.storage.staging import Staging, create_staging, refuse_existing
 from ckptool.storage.store_path import StorePath
-from ckptool.storage.upload import MARKERS, Upload
+from ckptool.storage.upload import MARKERS, NUM_UPLOADS, Upload
 
 _PIECE_BYTES = 8 << 20
-_NUM_UPLOADS = 4
 _CHUNK_BYTES = 32 << 20
 _CHUNK_OVERHEAD_BYTES = 1600
 
@@ -51,29 +55,39 @@ def copy(
     model_only: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
+    max_bytes_per_s: float = 0.0,
     progress: Callable[[Plan], Progress] | None = None,
 ) -> Result:
     """Copy checkpoint `name` to `target_name` (a path, or a name under `root`), and read back what was written.
 
     Every file is compared with the source's `digests.json` while it is read, and with itself when it is read back.
     `model_only` writes a new checkpoint of `model.*` instead, without optimizer state, objects and data position.
-    Hidden files but `.metadata` are left behind. Raises DamagedError when the source isn't what was written,
-    StorageError when the copy can't be written or doesn't read back; the target then is as it was.
+    An attempt that fails or is killed leaves its finished files for the next one. With `max_bytes_per_s` no more than
+    that is read, and no more is sent to a store or read back from it. Hidden files but `.metadata` are left behind.
+
+    Raises DamagedError when the source isn't what was written, StorageError when the copy can't be written or doesn't
+    read back; the target then is as it was.
     """
     start = time.monotonic()
     path = resolve(name, root)
     target = new_target(target_name, root, may_be_step=True)
     refuse_existing(target, overwrite)
     refuse_own_source(path, target)
+    limit = RateLimit(max_bytes_per_s)
     if model_only:
-        plan = _copy_model(path, target, overwrite, dry_run, progress)
+        plan = _copy_model(path, target, overwrite, dry_run, progress, limit)
     else:
-        plan = _copy_folder(path, target, overwrite, dry_run, progress)
+        plan = _copy_folder(path, target, overwrite, dry_run, progress, limit)
     return Result("copy", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
 
 
 def _copy_folder(
-    path: Place, target: Place, overwrite: bool, dry_run: bool, progress: Callable[[Plan], Progress] | None
+    path: Place,
+    target: Place,
+    overwrite: bool,
+    dry_run: bool,
+    progress: Callable[[Plan], Progress] | None,
+    limit: RateLimit,
 ) -> Plan:
     manifest = read_manifest(path)
     digests = read_digests(path, manifest.save_id)
@@ -87,47 +101,93 @@ def _copy_folder(
     if dry_run:
         return plan
     report = progress(plan) if progress else None
-    if isinstance(target, StorePath):
-        _copy_into_store(path, target, names, listed, overwrite, report)
-    else:
-        with staged_directory(target, overwrite) as staging:
-            for name in names:
-                copy_file(path, staging, name, listed.get(name), report)
-    return plan
+    notes = _copy_files(path, target, names, listed, overwrite, report, limit)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
-def _copy_into_store(
+def _copy_files(
     path: Place,
-    target: StorePath,
+    target: Place,
     names: Sequence[str],
     listed: Mapping[str, FileDigest],
     overwrite: bool,
     report: Progress | None,
-) -> None:
-    """Bring up a few files at a time; those of an interrupted attempt that are there already are left out."""
+    limit: RateLimit,
+) -> list[str]:
+    """Copy a few files at a time; those that an interrupted attempt has finished are left out. Returns notes."""
     versions = [(name, file_version(safe_join(path, name))) for name in names]
     key = blake3(repr([str(path), versions]).encode()).hexdigest()
-    upload = Upload(target, overwrite)
+    staging = (
+        create_staging(target, overwrite, keep_left=True) if isinstance(target, Path) else Upload(target, overwrite)
+    )
+    is_stopped = threading.Event()
+
+    def moved(num_bytes: int) -> None:
+        if is_stopped.is_set():
+            raise StorageError(f"copying to {target} was stopped")
+        limit.take(num_bytes)
+        if report:
+            report(num_bytes)
+
+    def bring(name: str) -> None:
+        digest = copy_file(path, staging.content, name, listed.get(name), moved)
+        record = FileRecord(name, digest.num_bytes, digest.blake3)
+        if isinstance(staging, Staging):
+            with journal_lock, os_errors(staging.content):
+                journal.append(record.to_json())
+        elif name not in MARKERS:
+            staging.keep(record, key)
+
     try:
-        done = upload.begin(key)
+        done = _begin(staging, key, limit)
+        if report:
+            report(sum(record.num_bytes for record in done.values()))
+        journal, journal_lock = Journal(staging.content.parent, key), threading.Lock()
+        with ThreadPoolExecutor(NUM_UPLOADS, "copy") as workers:
+            try:
+                for _ in workers.map(bring, [name for name in names if name not in done]):
+                    pass
+            except BaseException:
+                is_stopped.set()
+                workers.shutdown(wait=False, cancel_futures=True)
+                raise
+        staging.publish()
+    except BaseException as error:
+        _leave(staging, key, error)
+        raise
+    return [f"went on from an interrupted attempt: {len(done)} of {len(names)} files were done"] if done else []
 
-        def bring(name: str) -> None:
-            digest = copy_file(path, upload.content, name, listed.get(name), report)
-            if name not in MARKERS:
-                upload.keep(FileRecord(name, digest.num_bytes, digest.blake3), key)
 
-        with ThreadPoolExecutor(_NUM_UPLOADS, "copy") as workers:
-            for _ in workers.map(bring, [name for name in names if name not in done]):
-                pass
-        upload.publish()
-    finally:
-        upload.discard()
+def _begin(staging: Staging | Upload, key: str, limit: RateLimit) -> dict[str, FileRecord]:
+    """Make the folder to write into; the files that an interrupted attempt has left there, by name."""
+    if isinstance(staging, Upload):
+        staging.target.store.limit_rate(limit.bytes_per_s)
+        return staging.begin(key)
+    with os_errors(staging.content):
+        staging.content.mkdir(exist_ok=True)
+    kept = kept_files(staging.content, key)
+    remove_rest(staging.content, key, kept.values())
+    return kept
+
+
+def _leave(staging: Staging | Upload, key: str, error: BaseException) -> None:
+    """Keep what the next attempt can go on from; what is wrong with the data is not put right by that."""
+    is_useless = isinstance(error, DamagedError | UnsafeError)
+    if isinstance(staging, Upload):
+        goes_on = not is_useless and staging.has_kept
+        staging.discard()
+    else:
+        goes_on = not is_useless and bool(read_journals(staging.content.parent, key))
+        staging.suspend() if goes_on else staging.discard()
+    if goes_on and isinstance(error, CkptoolError):
+        error.hint = f"{error.hint}; {GOES_ON}" if error.hint else GOES_ON
 
 
 def copy_file(
-    source: Place, target: Path, name: str, recorded: FileDigest | None, report: Progress | None
+    source: Place, target: Path, name: str, recorded: FileDigest | None, moved: Progress = lambda num_bytes: None
 ) -> FileDigest:
-    """Copy one file, flush it, and compare what the disk gives back with what was read; its digest."""
+    """Copy one file, flush it, and compare what the disk gives back with what was read; its digest. `moved` is told of
+    each piece."""
     origin, copied = safe_join(source, name), target / name
     with os_errors(copied):
         copied.parent.mkdir(parents=True, exist_ok=True)
@@ -136,8 +196,7 @@ def copy_file(
             buffer = memoryview(bytearray(_PIECE_BYTES))
             while count := reader.readinto(buffer):
                 writer.write(buffer[:count])
-                if report:
-                    report(count)
+                moved(count)
             digest = writer.digest()
         _drop_from_cache(copied)
     if recorded is not None and digest != recorded:
@@ -160,30 +219,55 @@ def _drop_from_cache(path: Path) -> None:
 
 
 def _copy_model(
-    path: Place, target: Place, overwrite: bool, dry_run: bool, progress: Callable[[Plan], Progress] | None
+    path: Place,
+    target: Place,
+    overwrite: bool,
+    dry_run: bool,
+    progress: Callable[[Plan], Progress] | None,
+    limit: RateLimit,
 ) -> Plan:
-    from ckptool import engine
     from ckptool.formats.dcp_sink import DcpSink
     from ckptool.formats.dcp_source import DcpSource
 
     with contextlib.closing(DcpSource(path)) as source:
         manifest = source.manifest
+        digests = read_digests(path, manifest.save_id)
         ties = _model_ties(manifest)
         plan = _plan_model(path, target, manifest, ties)
         check_disk(target, plan)
         if dry_run:
             return plan
-        with staged_directory(target, overwrite) as staging:
+        tensors = {entry.fqn: entry for item in plan.items for entry in item.targets}
+        paths = {f: manifest.paths.get(f, ("model", f.removeprefix(MODEL_PREFIX))) for f in (*tensors, *ties)}
+
+        def beside(content: Path) -> None:
             for name in _hf_files(path):
-                copy_file(path, staging, name, None, None)
-            _write_model_provenance(staging, manifest)
-            tensors = {entry.fqn: entry for item in plan.items for entry in item.targets}
-            paths = {f: manifest.paths.get(f, ("model", f.removeprefix(MODEL_PREFIX))) for f in (*tensors, *ties)}
-            sink = DcpSink(staging, tensors, paths, ties)
+                copy_file(path, content, name, None)
+            _write_model_provenance(content, manifest)
+
+        def limited(plan: Plan) -> Progress:
             report = progress(plan) if progress else None
-            sink.finish(engine.run(plan.parts, source, sink, report, num_workers=plan.num_workers))
-            _check_model(staging, read_digests(path, manifest.save_id))
-    return plan
+
+            def moved(num_bytes: int) -> None:
+                limit.take(num_bytes)
+                if report:
+                    report(num_bytes)
+
+            return moved
+
+        if isinstance(target, StorePath):
+            target.store.limit_rate(limit.bytes_per_s)
+        notes = convert(
+            plan,
+            source,
+            path,
+            target,
+            lambda content: DcpSink(content, tensors, paths, ties),
+            Execution(overwrite=overwrite, progress=limited),
+            before=beside,
+            after=lambda content: _check_model(content, digests, is_here=isinstance(target, Path)),
+        )
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
 def _model_ties(manifest: Manifest) -> dict[str, str]:
@@ -230,21 +314,28 @@ def _write_model_provenance(staging: Path, manifest: Manifest) -> None:
     write_provenance(staging, provenance)
 
 
-def _check_model(staging: Path, source_digests: Digests | None) -> None:
-    """Read the new checkpoint back from the disk, and compare its tensors with what the source recorded of them."""
-    for file in staging.rglob("*"):
+def _check_model(content: Path, source_digests: Digests | None, is_here: bool) -> None:
+    """Compare the new checkpoint's tensors with what the source recorded of them; read all of it back from the disk if
+    it `is_here`: what went into a store was read back as it went."""
+    made = read_digests(content, parse_manifest(content, None).save_id)
+    if is_here:
+        _read_back(content)
+    recorded = source_digests.tensors if source_digests else {}
+    for fqn, record in made.tensors.items() if made else ():
+        if fqn in recorded and recorded[fqn] != record:
+            raise DamagedError(f"tensor {fqn} is not what the source's {DIGESTS_FILE} lists")
+
+
+def _read_back(content: Path) -> None:
+    for file in content.rglob("*"):
         if file.is_file():
             with os_errors(file):
                 _drop_from_cache(file)
-    structure = check_structure(staging)
+    structure = check_structure(content)
     findings = list(structure.findings)
     if structure.manifest is not None:
-        findings += check_bytes(staging, structure.manifest, structure.digests).findings
+        findings += check_bytes(content, structure.manifest, structure.digests).findings
     if findings:
         raise StorageError(
-            f"{staging} does not read back as it was written: {findings[0].message}", hint="the disk may be failing"
+            f"{content} does not read back as it was written: {findings[0].message}", hint="the disk may be failing"
         )
-    recorded = source_digests.tensors if source_digests else {}
-    for fqn, made in structure.digests.tensors.items() if structure.digests else ():
-        if fqn in recorded and recorded[fqn] != made:
-            raise DamagedError(f"tensor {fqn} is not what the source's {DIGESTS_FILE} lists")

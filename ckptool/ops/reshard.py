@@ -257,7 +257,7 @@ def _write_beside(job: _Job, staging: Path) -> None:
     """Side files, compared with their digests, and where the checkpoint comes from; its writer is this process."""
     recorded = job.digests.files if job.digests else {}
     for name in job.side_files:
-        copy_file(job.path, staging, name, recorded.get(name), None)
+        copy_file(job.path, staging, name, recorded.get(name))
     if job.manifest.provenance is not None:
         if PROVENANCE_FILE in recorded and digest_file(job.path / PROVENANCE_FILE) != recorded[PROVENANCE_FILE].blake3:
             raise DamagedError(f"{job.path / PROVENANCE_FILE} is not what {DIGESTS_FILE} lists: it changed")

@@ -28,6 +28,7 @@ from ckptool.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptool.storage.rate_limit import RateLimit
 
 Value = TypeVar("Value")
 
@@ -46,6 +47,12 @@ _LONGEST_ASKED_WAIT_SECONDS = 600.0
 #: Longer reads are cut into ranges of this size, which are fetched at the same time.
 RANGE_BYTES = 4 << 20
 _NUM_CONNECTIONS = 16
+
+#: Large files go to S3 in parts of this size, a few at a time, which are in memory while sent. It takes 10,000.
+_PART_BYTES = 16 << 20
+_NUM_PARTS = 4
+_MOST_PARTS = 9000
+_PIECE_BYTES = 1 << 20
 
 #: What tells one content of a file from another, by the names that drivers give it, the surest first.
 _IDENTITY_KEYS = ("ETag", "etag", "generation", "blob_id", "md5", "mtime", "LastModified", "last_modified", "created")
@@ -79,6 +86,7 @@ class Store:
         self._fs, self._top = _open_filesystem(self.url, self.shown)
         #: Elsewhere making a folder makes a bucket, of a mistyped name too.
         self._has_folders = "sftp" in _protocols(self._fs)
+        self._reads, self._writes = RateLimit(0), RateLimit(0)
         self._lock = threading.Lock()
         self._files: dict[str, StoredFile] | None = None
 
@@ -142,7 +150,10 @@ class Store:
         def upload() -> StoredFile:
             if self._has_folders:
                 self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
-            self._fs.put_file(str(path), self._path(name))
+            if self._writes.bytes_per_s:
+                self._put_slowly(name, path)
+            else:
+                self._fs.put_file(str(path), self._path(name), **_put_options(self._fs, path))
             return self._look(name)
 
         stored = self._retried(name, upload)
@@ -150,6 +161,23 @@ class Store:
             raise StorageError(f"{self.show(name)} has {stored.num_bytes} bytes, {path.stat().st_size} were sent")
         self._note(name, stored)
         return stored
+
+    def limit_rate(self, bytes_per_s: float) -> None:
+        """From here on read no more than that, and send no more; 0 is no limit."""
+        self._reads, self._writes = RateLimit(bytes_per_s), RateLimit(bytes_per_s)
+
+    def _put_slowly(self, name: str, path: Path) -> None:
+        with path.open("rb") as source:
+            target = self._fs.open(self._path(name), "wb", block_size=_PART_BYTES)
+            try:
+                while piece := source.read(_PIECE_BYTES):
+                    self._writes.take(len(piece))
+                    target.write(piece)
+            except BaseException:
+                target.discard()
+                target.closed = True  # or its finalizer would send what there is of it
+                raise
+            target.close()
 
     def remove(self, name: str) -> None:
         """Remove a file; one that is gone already is no error."""
@@ -202,6 +230,7 @@ class Store:
 
     def _read(self, name: str, known: StoredFile, offset_bytes: int, num_bytes: int) -> bytes:
         def fetch() -> bytes:
+            self._reads.take(num_bytes)
             data, is_checked = _fetch(self._fs, self._path(name), known.identity, offset_bytes, num_bytes)
             if len(data) != num_bytes:
                 raise OSError(f"{len(data)} of {num_bytes} bytes came")
@@ -276,6 +305,14 @@ def _open_filesystem(url: str, shown: str) -> tuple[Any, str]:
 def _protocols(filesystem: Any) -> tuple[str, ...]:
     named = filesystem.protocol
     return (named,) if isinstance(named, str) else tuple(named)
+
+
+def _put_options(filesystem: Any, path: Path) -> dict[str, int]:
+    """How a file is sent: s3fs would hold half a GB of it in memory."""
+    if "s3" not in _protocols(filesystem):
+        return {}
+    part_bytes = max(_PART_BYTES, -(-path.stat().st_size // _MOST_PARTS))
+    return {"chunksize": part_bytes, "max_concurrency": _NUM_PARTS}
 
 
 def _fetch(filesystem: Any, path: str, identity: str, start: int, num_bytes: int) -> tuple[bytes, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptool
+from ckptool.cli._options import Rate
+from ckptool.core.plan import Plan
 from ckptool.errors import DamagedError, NotFoundError, StorageError, TargetExistsError, UnsafeError, UsageError
 from ckptool.ops.copy import copy
 from ckptool.storage import hashing
@@ -65,7 +68,9 @@ def test_a_disk_that_loses_bits_is_noticed(kinds: Path, tmp_path: Path, monkeypa
         with pytest.raises(StorageError, match="does not read back"):
             copy("sharded", str(tmp_path / "copied"), root=kinds, model_only=model_only)
         monkeypatch.undo()
-    assert os.listdir(tmp_path) == []
+        assert not (tmp_path / "copied").exists()
+    copy("sharded", str(tmp_path / "copied"), root=kinds)  # of what is left nothing is taken that is not whole
+    assert contents(tmp_path / "copied") == contents(kinds / "sharded")
 
 
 def test_links_out_of_the_source_are_not_followed(copy_of: Copy, tmp_path: Path) -> None:
@@ -137,3 +142,40 @@ def test_overwriting_replaces_and_a_dry_run_does_not(kinds: Path, copy_of: Copy,
     assert contents(folder) == contents(kinds / "sharded")
     assert done.plan is not None and planned.plan is not None
     assert sum(seen) == done.plan.write_bytes == planned.plan.write_bytes
+
+
+def test_a_copy_that_is_stopped_goes_on_from_its_finished_files(kinds: Path, tmp_path: Path) -> None:
+    planned = copy("sharded", str(tmp_path / "x"), root=kinds, dry_run=True).plan
+    total = planned.write_bytes if planned else 0
+
+    def stop_late(plan: Plan) -> Callable[[int], None]:
+        moved = 0
+
+        def report(num_bytes: int) -> None:
+            nonlocal moved
+            moved += num_bytes
+            if moved > total * 2 // 3:
+                raise StorageError("pulled out")
+
+        return report
+
+    with pytest.raises(StorageError, match="pulled out") as caught:
+        copy("sharded", str(tmp_path / "x"), root=kinds, progress=stop_late)
+    assert "goes on from where" in caught.value.hint
+    assert not (tmp_path / "x").exists()
+    result = copy("sharded", str(tmp_path / "x"), root=kinds)
+    assert any("went on from an interrupted attempt" in note for note in result.notes)
+    assert ckptool.verify(str(tmp_path / "x"), level="content").findings == ()
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_copy_keeps_to_its_rate(kinds: Path, tmp_path: Path) -> None:
+    num_bytes = sum(len(content) for content in contents(kinds / "sharded").values())
+    start = time.monotonic()
+    copy("sharded", str(tmp_path / "x"), root=kinds, max_bytes_per_s=num_bytes)
+    assert time.monotonic() - start >= 0.95
+
+
+@pytest.mark.parametrize(("text", "bytes_per_s"), [("100MB/s", 10**8), ("2 MiB / s", 2 << 20), ("512kB", 512_000)])
+def test_rates_are_sizes_a_second(text: str, bytes_per_s: int) -> None:
+    assert Rate().convert(text, None, None) == bytes_per_s
