@@ -11,9 +11,10 @@ import torch
 
 from ckptool.core.box import Box
 from ckptool.core.budget import MemoryBudget
+from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.core.interfaces import PartWriter, Progress, Sink, Source
 from ckptool.core.parts import FileRecord, Part, PlanItem
-from ckptool.core.plan import PIECES_IN_FLIGHT, pieces
+from ckptool.core.plan import PIECES_IN_FLIGHT, item_pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
 from ckptool.planner import group_bytes
@@ -96,10 +97,10 @@ def _stream(
     """Copy piece by piece; a thread reads the next pieces while this one writes."""
     ring = itertools.cycle([(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)])
     work = (
-        (item, chunk.box, piece)
+        (item.targets[0], chunk.box, *piece)
         for item in items
         for chunk in item.targets[0].chunks
-        for piece in pieces(chunk.box, item.targets[0].itemsize_bytes, source.manifest.whole_rows)
+        for piece in item_pieces(item, chunk.box, source.manifest.whole_rows)
     )
     pending: collections.deque[tuple[TensorEntry, Box, Box, Future[memoryview]]] = collections.deque()
 
@@ -113,9 +114,9 @@ def _stream(
 
     with ThreadPoolExecutor(1, "read") as reader:
         try:
-            for (item, chunk, piece), buffers in zip(work, ring, strict=False):
-                filled = reader.submit(_read_piece, item, piece, source, *buffers)
-                pending.append((item.targets[0], chunk, piece, filled))
+            for (entry, chunk, piece, fqn, stored), buffers in zip(work, ring, strict=False):
+                filled = reader.submit(_read_piece, source, fqn, stored, entry.dtype, *buffers)
+                pending.append((entry, chunk, piece, filled))
                 if len(pending) == PIECES_IN_FLIGHT:
                     write_oldest()
             while pending:
@@ -125,18 +126,17 @@ def _stream(
                 filled.cancel()
 
 
-def _read_piece(item: PlanItem, piece: Box, source: Source, reading: _Buffer, casting: _Buffer) -> memoryview:
-    """A box's elements in the target's dtype, in one of the two buffers."""
-    entry, (source_fqn,) = item.targets[0], item.sources
-    stored = source.manifest.tensors[source_fqn]
-    data = reading.view(piece.num_elements * stored.itemsize_bytes)
-    source.read_into(source_fqn, piece, data)
-    if entry.dtype == stored.dtype or not data:
+def _read_piece(source: Source, fqn: str, box: Box, dtype: str, reading: _Buffer, casting: _Buffer) -> memoryview:
+    """A box's elements as `dtype`, in one of the two buffers."""
+    stored = source.manifest.tensors[fqn]
+    data = reading.view(box.num_elements * stored.itemsize_bytes)
+    source.read_into(fqn, box, data)
+    if dtype == stored.dtype or not data:
         return data
-    out = casting.view(piece.num_elements * entry.itemsize_bytes)
-    before, after = _as_tensor(data, stored.dtype), _as_tensor(out, entry.dtype)
+    out = casting.view(box.num_elements * ITEMSIZE_BYTES[dtype])
+    before, after = _as_tensor(data, stored.dtype), _as_tensor(out, dtype)
     after.copy_(before)
-    _check_overflow(source_fqn, before, after)
+    _check_overflow(fqn, before, after)
     return out
 
 

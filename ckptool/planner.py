@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.dtypes import CASTABLE
-from ckptool.core.parts import Part, PlanItem, one_part
+from ckptool.core.moves import Move, Moves, runs_in_order
+from ckptool.core.parts import Part, PlanItem, Transform, one_part
 from ckptool.core.plan import PIECES_IN_FLIGHT, Plan, pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, UnsupportedError, name_some
@@ -49,7 +52,8 @@ def plan_conversion(
     UnsupportedError for a group whose tensors have several dtypes.
     """
     _check_used_once(names)
-    items = [_item(source, group, cut, piece_bytes, source_prefix, target_prefix) for group in names.groups]
+    make = functools.partial(_items, source, cut, piece_bytes, source_prefix, target_prefix)
+    items = [item for group in names.groups for item in make(group)]
     write_bytes = sum(item.write_bytes for item in items)
     num_chunks = sum(len(entry.chunks) for item in items for entry in item.targets)
     parts = tuple(lay_out(items))
@@ -63,7 +67,7 @@ def plan_conversion(
         source=source.location,
         target=target,
         parts=parts,
-        read_bytes=sum(source.tensors[fqn].num_bytes for item in items for fqn in item.sources),
+        read_bytes=sum(_read_bytes(source, item) for item in items),
         write_bytes=write_bytes,
         peak_bytes=num_workers * worker_bytes + max([0, *groups, min(memory_bytes, num_workers * max([0, *groups]))]),
         disk_bytes=write_bytes + num_chunks * chunk_overhead_bytes + extra_disk_bytes,
@@ -89,16 +93,48 @@ def _check_used_once(names: NamePlan) -> None:
             raise MismatchError(f"tensors {what}: {name_some(twice)}")
 
 
-def _item(
-    source: Manifest, group: NameGroup, cut: Cut, piece_bytes: int, source_prefix: str, target_prefix: str
-) -> PlanItem:
+def _items(
+    source: Manifest, cut: Cut, piece_bytes: int, source_prefix: str, target_prefix: str, group: NameGroup
+) -> list[PlanItem]:
+    """One item a target where the group only moves elements, which then are never in memory as a whole; else one."""
     fqns = tuple(source_prefix + name for name in group.sources)
     dtypes = {cast_dtype(source.tensors[fqn].dtype, group.cast) for fqn in fqns}
     if len(dtypes) != 1:
         raise UnsupportedError(f"{name_some(list(fqns))} make one tensor but have dtypes {', '.join(sorted(dtypes))}")
     dtype = dtypes.pop()
     targets = tuple(cut(target_prefix + name, dtype, shape, piece_bytes) for name, shape in group.targets.items())
-    return PlanItem(fqns, targets, _prefixed(group, source_prefix, target_prefix), group.label)
+    transform = _prefixed(group, source_prefix, target_prefix)
+    if transform is None:
+        return [PlanItem(fqns, targets, None, group.label)]
+    moves = _moves(source, fqns, targets, transform)
+    if moves is None:
+        return [PlanItem(fqns, targets, transform, group.label)]
+    return [
+        PlanItem(made.sources, (entry,), None, group.label, made) for entry, made in zip(targets, moves, strict=True)
+    ]
+
+
+def _moves(
+    source: Manifest, fqns: tuple[str, ...], targets: tuple[TensorEntry, ...], transform: Transform
+) -> list[Moves] | None:
+    """The moves that make each target, when that is all that `transform` does and each is a run that can be read."""
+    from ckptool.naming.moves import find_moves
+
+    found = find_moves(transform, {fqn: source.tensors[fqn] for fqn in fqns})
+    if found is None or any(not chunk.box.is_contiguous_in(entry.shape) for entry in targets for chunk in entry.chunks):
+        return None
+    in_order = [runs_in_order(found.get(entry.fqn, ()), entry.shape) for entry in targets]
+    all_moves = [moves for moves in in_order if moves is not None]
+    if len(all_moves) < len(targets):
+        return None
+    readable = all(_can_be_read(source, move) for moves in all_moves for move in moves.moves)
+    return all_moves if readable else None
+
+
+def _can_be_read(source: Manifest, move: Move) -> bool:
+    shape = source.tensors[move.source].shape
+    is_rows = move.source_box.sizes[1:] == shape[1:]
+    return move.source_box.is_contiguous_in(shape) and (is_rows or not source.whole_rows)
 
 
 def cast_dtype(stored: str, wanted: str | None) -> str:
@@ -124,12 +160,20 @@ def group_bytes(item: PlanItem, source: Manifest) -> int:
     return 2 * read + sum(entry.num_bytes for entry in item.targets)
 
 
+def _read_bytes(source: Manifest, item: PlanItem) -> int:
+    if item.moves is None:
+        return sum(source.tensors[fqn].num_bytes for fqn in item.sources)
+    return sum(source.tensors[m.source].itemsize_bytes * m.box.num_elements for m in item.moves.moves)
+
+
 def _stream_bytes(source: Manifest, item: PlanItem) -> int:
     """A worker's buffers while it streams an item: the pieces in flight, as they are stored and as they are cast."""
     if item.transform is not None:
         return 0
-    entry, stored = item.targets[0], source.tensors[item.sources[0]]
-    firsts = (next(pieces(chunk.box, entry.itemsize_bytes, source.whole_rows)) for chunk in entry.chunks)
+    entry, stored = item.targets[0], [source.tensors[fqn] for fqn in item.sources]
+    boxes = {m.source_box.sizes for m in item.moves.moves} if item.moves else {c.box.sizes for c in entry.chunks}
+    firsts = (next(pieces(Box.whole(sizes), entry.itemsize_bytes, source.whole_rows)) for sizes in boxes)
     largest = max((piece.num_elements for piece in firsts), default=0)
-    casting = stored.dtype != entry.dtype
-    return PIECES_IN_FLIGHT * largest * (stored.itemsize_bytes + (entry.itemsize_bytes if casting else 0))
+    casting = any(one.dtype != entry.dtype for one in stored)
+    widest = max(one.itemsize_bytes for one in stored)
+    return PIECES_IN_FLIGHT * largest * (widest + (entry.itemsize_bytes if casting else 0))

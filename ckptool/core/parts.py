@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptool.core.box import Box
+from ckptool.core.moves import Moves
 from ckptool.core.tensors import Chunk, Locator, TensorEntry
 
 #: {source fqn: tensor} -> {target fqn: tensor}; the tensors are torch's, which core doesn't import.
@@ -21,15 +22,16 @@ Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 class PlanItem:
     """One unit of work: read `sources`, give `targets`.
 
-    Without a `transform` there is one source and one target of the same shape, and the engine streams the target's
-    chunks, casting when the dtypes differ. With one, the engine reads the whole group, casts it to the targets' dtype,
-    and calls `transform({source fqn: tensor}) -> {target fqn: tensor}`.
+    Without a `transform` there is one target, and the engine streams its chunks, casting when the dtypes differ:
+    `moves` says of which sources; without it there is one, of the same shape. With a transform the engine reads the
+    whole group, casts it to the targets' dtype, and calls `transform({source fqn: tensor}) -> {target fqn: tensor}`.
     """
 
     sources: tuple[str, ...]
     targets: tuple[TensorEntry, ...]
     transform: Transform | None = None
     label: str = "copy"
+    moves: Moves | None = None
 
     @property
     def write_bytes(self) -> int:

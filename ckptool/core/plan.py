@@ -21,6 +21,16 @@ def pieces(box: Box, itemsize_bytes: int, whole_rows: bool) -> Iterator[Box]:
     return box.split(max_elements)
 
 
+def item_pieces(item: PlanItem, box: Box, whole_rows: bool) -> Iterator[tuple[Box, str, Box]]:
+    """The pieces in which a stored box of an item without a transform is moved: each with its source, and where it is
+    there."""
+    itemsize_bytes = item.targets[0].itemsize_bytes
+    if item.moves is not None:
+        return item.moves.pieces(box, lambda part: pieces(part, itemsize_bytes, whole_rows))
+    (source,) = item.sources
+    return ((piece, source, piece) for piece in pieces(box, itemsize_bytes, whole_rows))
+
+
 #: How many pieces a worker holds at once: one being written, the others read ahead.
 PIECES_IN_FLIGHT = 3
 
@@ -47,9 +57,11 @@ class Plan:
 
     @property
     def items(self) -> Iterator[PlanItem]:
+        """The items of all parts, in order."""
         return (item for part in self.parts for item in part.items)
 
     def to_json(self) -> dict[str, Any]:
+        """What `--json` prints under `plan`."""
         return {
             "verb": self.verb,
             "source": self.source,
@@ -57,7 +69,7 @@ class Plan:
             "num_files": len(self.parts),
             "num_tensors": sum(len(item.targets) for item in self.items),
             "num_chunks": sum(len(t.chunks) for item in self.items for t in item.targets),
-            "num_transformed": sum(len(item.targets) for item in self.items if item.transform is not None),
+            "num_transformed": sum(len(item.targets) for item in self.items if item.transform or item.moves),
             "read_bytes": self.read_bytes,
             "write_bytes": self.write_bytes,
             "num_workers": self.num_workers,
@@ -69,7 +81,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """What a command did. `plan` is None for commands that only look."""
+    """What a command did. `plan` is None for commands that only look.
+
+    `target` is what it wrote or looked at; `details` has the fields of the command in docs/reference/json.md, sizes in
+    bytes and times in seconds.
+    """
 
     verb: str
     target: str
@@ -80,6 +96,7 @@ class Result:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """What `--json` prints, without the version."""
         return {
             "verb": self.verb,
             "target": self.target,

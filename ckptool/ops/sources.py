@@ -10,8 +10,10 @@ from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Source
+from ckptool.core.moves import Moves
 from ckptool.core.parts import PlanItem
-from ckptool.errors import CkptoolError, NotFoundError
+from ckptool.core.tensors import TensorEntry
+from ckptool.errors import CkptoolError, DamagedError, NotFoundError
 from ckptool.formats.dcp_metadata import MODEL_PREFIX, is_checkpoint, read_manifest
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_folder import INDEX_NAME
@@ -135,6 +137,9 @@ class LiveSource:
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         item = self._items[fqn]
+        if item.moves is not None:
+            self._read_moved(item.moves, self.manifest.tensors[fqn], box, out)
+            return
         if item.transform is None:
             self._inner.read_into(item.sources[0], box, out)
             return
@@ -150,6 +155,15 @@ class LiveSource:
 
     def close(self) -> None:
         self._inner.close()
+
+    def _read_moved(self, moves: Moves, entry: TensorEntry, box: Box, out: memoryview) -> None:
+        if not box.is_contiguous_in(entry.shape):
+            raise DamagedError(f"{self.manifest.location}: {entry.fqn} can only be read in runs of rows")
+        start = 0
+        for _, source, part in moves.pieces(box, lambda part: [part]):
+            end = start + part.num_elements * entry.itemsize_bytes
+            self._inner.read_into(source, part, out[start:end])
+            start = end
 
     def _convert(self, item: PlanItem) -> dict[str, Any]:
         """The tensors of a transformed group; the last group is kept, since its boxes are read one after another."""
