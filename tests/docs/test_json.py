@@ -68,7 +68,7 @@ def field_faults(value: dict[str, Any], prefix: str, table: Table) -> Iterator[s
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`hf` and its import `tiny`, `step-3` and `step-8` of a run with data positions, its metrics, and a `mixture`."""
+    """`hf` and its import `tiny`, `step-3` and `step-8` of a run with data positions, its metrics, a `mixture`, and a loader's state."""
     root = tmp_path_factory.mktemp("json")
     save_folder(llama(), root / "hf")
     assert run(["import-hf", str(root / "hf"), "tiny", "--root", str(root), "-q"]) == 0
@@ -76,6 +76,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(root / "step-3", three)
     save(root / "step-8", train(three, 5))
     save(root / "mixture", train(begin(A, B, weights={"a": 1, "b": 3}), 2))
+    streaming = {"epoch": 0, "sample_in_epoch": 6}
+    (root / "streaming.json").write_text(json.dumps(streaming))
     record = {"step": 8, "loss": 1.5, "attempt": "a", "world_size": 2, "step_seconds": 0.5, "data_seconds": 0.1}
     (root / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     return root
@@ -103,6 +105,7 @@ COMMANDS = {
     "data seek": ["step-8", "--to", "+5", "--dry-run"],
     "data skip": ["step-8", "unit:60..70", "--dry-run"],
     "data edit": ["mixture", "--weights", "a=.5,b=.5", "--dry-run"],
+    "data import": ["step-8", "--from", "streaming", "--state", "{root}/streaming.json", "--dry-run"],
 }
 WITHOUT_ROOT = {"ls", "prune", "top", "estimate"}
 
