@@ -1,19 +1,22 @@
-"""From what the user typed to a local folder: a path as it is, a Hub id through huggingface_hub's cache."""
+"""From what the user typed to where it is: a path as it is, a Hub repository read there or from the Hub's cache."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from ckptool.errors import AccessError, NotFoundError, StorageError, UsageError
-from ckptool.formats.hf_folder import is_weight_file, read_index, weight_kind
+from ckptool.errors import NotFoundError, StorageError, UsageError, name_some
+from ckptool.formats.hf_folder import WeightKind, is_weight_file, read_index, weight_kind
 from ckptool.storage.files import Place
+from ckptool.storage.hub_calls import asked, is_offline
+from ckptool.storage.hub_store import HubStore, parse_hub_url
 from ckptool.storage.place import place
+from ckptool.storage.store_path import StorePath
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -27,21 +30,32 @@ class Located:
     origin: dict[str, Any] = field(default_factory=dict)
 
 
-def locate(src: str, revision: str | None, *, weights: bool = True) -> Located:
-    """Find `src` on this machine, downloading it into the Hub cache when it is a repository id.
+def locate(
+    src: str, revision: str | None, *, weights: bool = True, local_cache: bool = False, show_progress: bool = False
+) -> Located:
+    """Find `src`: a path, a URL, or a repository id of the Hub.
 
-    Only what an import reads is downloaded: the weights of one kind, those of the index where there is one (none unless
-    `weights`), and the files that hold no weights. Raises NotFoundError, AccessError or StorageError, one line each.
+    A repository's revision is settled to a commit here. Its weights are read from the Hub while they are needed, unless
+    they are in the Hub's cache on this machine, or are to go there first (`local_cache`); without `weights` only the
+    other files are wanted, and they go through the cache. Then, and when offline, the path is the folder in the cache.
+    Only what an import reads is downloaded: the weights of one kind, those of the index where there is one, and the
+    files that hold no weights. `show_progress` lets a download of weights draw its bars on a terminal. Raises
+    NotFoundError, AccessError or StorageError, one line each.
     """
-    path = place(src)
-    if path.exists():
+    repository = _repository(src, revision)
+    if repository is None:
+        path = place(src)
+        if not path.exists():
+            raise NotFoundError(f"no such file or folder: {path}")
         if revision:
             raise UsageError(f"--revision is for Hub repositories, and {path} is none")
         resolved = path.resolve()
         return Located(resolved, resolved.name if resolved.is_dir() else resolved.stem, _origin(resolved))
-    if not _REPO_ID.fullmatch(src):
-        raise NotFoundError(f"no such file or folder: {path}")
-    return _download(src, revision, weights)
+    repo, revision = repository
+    if is_offline():
+        # One file is asked for, because the cache need not hold all of the repository: only what an import reads.
+        return _in_cache(repo, _snapshot(repo, revision, "config.json"))
+    return _from_hub(repo, revision, weights, local_cache, show_progress)
 
 
 def locate_config(src: str, revision: str | None) -> Place:
@@ -49,90 +63,94 @@ def locate_config(src: str, revision: str | None) -> Place:
 
     Of a Hub repository that one file is downloaded. Raises as `locate` does, and NotFoundError without a config.json.
     """
-    if place(src).exists() or not _REPO_ID.fullmatch(src):
+    repository = _repository(src, revision)
+    if repository is None:
         path = locate(src, revision).path
         folder = path.parent if path.name == "config.json" else path
     else:
-        import huggingface_hub
-
-        with _hub_errors(src, revision):
-            folder = Path(huggingface_hub.snapshot_download(src, revision=revision, allow_patterns="config.json"))
+        folder = _snapshot(*repository, "config.json")
     for candidate in (folder, folder / "hf"):
         if (candidate / "config.json").is_file():
             return candidate
     raise NotFoundError(f"{src} holds no config.json")
 
 
+def _repository(src: str, revision: str | None) -> tuple[str, str | None] | None:
+    """The id and the revision, if any was named, of the model's repository that `src` is; None when it is none."""
+    url = parse_hub_url(src)
+    if url is not None and url.kind == "model" and not url.inside:
+        if revision and url.revision:
+            raise UsageError(f"{src} names a revision, and so does --revision")
+        return url.repo, url.revision or revision
+    if url is not None or place(src).exists() or not _REPO_ID.fullmatch(src):
+        return None
+    return src, revision
+
+
 def _origin(path: Place) -> dict[str, Any]:
-    return {"path": path.name} if isinstance(path, Path) else {"url": str(path)}
+    if isinstance(path, Path):
+        return {"path": path.name}
+    if isinstance(path.store, HubStore):
+        inside = "/".join(part for part in (path.store.hub.inside, path.key) if part)
+        return {"repo": path.store.hub.repo, "commit": path.store.commit, "path": inside}
+    return {"url": str(path)}
 
 
-def _download(repo: str, revision: str | None, weights: bool) -> Located:
-    import huggingface_hub
-    from huggingface_hub import constants
+def _from_hub(repo: str, revision: str | None, weights: bool, local_cache: bool, show_progress: bool) -> Located:
+    from huggingface_hub import HfApi
 
-    with _hub_errors(repo, revision):
-        if constants.HF_HUB_OFFLINE:
-            # One file is asked for, because the cache need not hold all of the repository: only what an import reads.
-            kept = huggingface_hub.snapshot_download(
-                repo, revision=revision, allow_patterns="config.json", local_files_only=True
-            )
-            folder = Path(kept)
-            return Located(folder, repo.rpartition("/")[2], {"repo": repo, "commit": folder.name})
-        info = huggingface_hub.HfApi().model_info(repo, revision=revision)
-        present = [sibling.rfilename for sibling in info.siblings or []]
-        wanted = [name for name in present if not is_weight_file(name) and not name.startswith(".")]
-        top = [name for name in present if "/" not in name]
-        kind = weight_kind(top) if weights else None
-        if kind is not None and kind.index in top:
-            index = Path(huggingface_hub.hf_hub_download(repo, kind.index, revision=info.sha))
-            wanted += [kind.index, *sorted(set(read_index(index).values()))]
-        elif kind is not None:
-            files = fnmatch.filter(top, kind.pattern)
-            wanted += [kind.single] if kind.single in files else files
-        # By the name of the revision, not by its commit: so the cache learns the name, and has it when offline.
-        folder = Path(huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=wanted))
+    info = asked(repo, revision, lambda: HfApi().model_info(repo, revision=revision))
+    commit, present = str(info.sha), [sibling.rfilename for sibling in info.siblings or []]
+    wanted = [name for name in present if not is_weight_file(name) and not name.startswith(".")]
+    top = [name for name in present if "/" not in name]
+    kind = weight_kind(top) if weights else None
+    if weights and not local_cache and not (kind and _are_cached(repo, commit, kind, top)):
+        url = f"hf://{info.id}" + (f"@{quote(revision, safe='')}" if revision else "")
+        origin = {"repo": info.id, "commit": commit}
+        return Located(StorePath(HubStore(url, commit)), info.id.rpartition("/")[2], origin)
+    if kind is not None:
+        wanted += _weight_files(repo, commit, kind, top)
+    # By the name of the revision, not by its commit: so the cache learns the name, and has it when offline.
+    folder = _snapshot(repo, revision, wanted, show_progress)
+    # When it can't reach the Hub half-way, huggingface_hub is content with a folder that an earlier call has begun.
+    if absent := [name for name in wanted if not (folder / name).is_file()]:
+        raise StorageError(f"only a part of {repo} could be downloaded: {name_some(absent)} lack", hint="try again")
+    return _in_cache(repo, folder)
+
+
+def _in_cache(repo: str, folder: Path) -> Located:
     return Located(folder, repo.rpartition("/")[2], {"repo": repo, "commit": folder.name})
 
 
-@contextmanager
-def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """huggingface_hub's many errors as ours. The library's messages carry URLs and request ids; these don't."""
-    from huggingface_hub import errors
+def _snapshot(repo: str, revision: str | None, wanted: str | Sequence[str], show_progress: bool = False) -> Path:
+    """The folder in the Hub's cache, with these files of the repository in it."""
+    from huggingface_hub import snapshot_download
 
-    at = f" at revision {revision}" if revision else ""
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise AccessError(
-            f"{repo} is gated: its owner grants access on request",
-            hint=f"ask for access at https://huggingface.co/{repo}, then `hf auth login`",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise NotFoundError(f"{repo} has no revision {revision!r}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise NotFoundError(
-            f"{repo} is neither a local path nor a Hub repository that you can see",
-            hint="check the spelling; for a private repository `hf auth login` first",
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise NotFoundError(
-            f"{repo}{at} is not in the local Hub cache, and the Hub can't be reached",
-            hint="go online once (unset HF_HUB_OFFLINE), or give a local folder",
-        ) from error
-    except errors.HFValidationError as error:
-        raise NotFoundError(f"{repo} is neither a local path nor a valid Hub repository id") from error
-    except errors.HfHubHTTPError as error:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        raise StorageError(f"the Hub answered {status or 'with an error'} for {repo}{at}", hint="try again") from error
-    except (ConnectionError, TimeoutError) as error:
-        raise _unreachable(repo) from error
-    except Exception as error:
-        # The HTTP library under huggingface_hub differs between versions; its connection errors share these names.
-        if type(error).__name__ in ("ConnectError", "ConnectTimeout", "ReadTimeout", "ConnectionError", "ProxyError"):
-            raise _unreachable(repo) from error
-        raise
+    patterns = wanted if isinstance(wanted, str) else list(wanted)
+
+    def download() -> str:
+        return snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=is_offline())
+
+    return Path(asked(repo, revision, download, show_progress))
 
 
-def _unreachable(repo: str) -> StorageError:
-    return StorageError(f"can't reach the Hub to fetch {repo}", hint="check the network, or give a local folder")
+def _are_cached(repo: str, commit: str, kind: WeightKind, top: Sequence[str]) -> bool:
+    """True when the cache has all weights of this very commit."""
+    from huggingface_hub import try_to_load_from_cache
+
+    def has(file: str) -> bool:
+        return isinstance(try_to_load_from_cache(repo, file, revision=commit), str)
+
+    if kind.index in top and not has(kind.index):
+        return False
+    return all(has(file) for file in _weight_files(repo, commit, kind, top))
+
+
+def _weight_files(repo: str, commit: str, kind: WeightKind, top: Sequence[str]) -> list[str]:
+    """The files of weights to read, and their index, which goes through the cache."""
+    if kind.index in top:
+        from huggingface_hub import hf_hub_download
+
+        index = asked(repo, commit, lambda: hf_hub_download(repo, kind.index, revision=commit))
+        return [kind.index, *sorted(set(read_index(Path(index)).values()))]
+    return [kind.single] if kind.single in top else fnmatch.filter(top, kind.pattern)

@@ -19,6 +19,11 @@ from ckptool.storage.files import Place
 @click.argument("name", required=False)
 @root_option
 @click.option("--revision", metavar="REV", help="Branch, tag or commit on the Hub.")
+@click.option(
+    "--local-cache",
+    is_flag=True,
+    help="Download the model to the Hub's cache first. Without it the weights are read from the Hub as they are needed.",
+)
 @dtype_option
 @click.option(
     "--adapter", default="", metavar="PEFT", help="Folder or Hub id of a LoRA adapter for SRC, kept beside it."
@@ -48,6 +53,7 @@ def command(
     name: str | None,
     root: Place | None,
     revision: str | None,
+    local_cache: bool,
     dtype: str,
     adapter: str,
     chunk_size: int,
@@ -71,6 +77,7 @@ def command(
             name,
             root=root,
             revision=revision,
+            local_cache=local_cache,
             dtype=dtype,
             adapter=adapter,
             chunk_bytes=chunk_size,

@@ -55,6 +55,7 @@ def import_hf(
     *,
     root: Place | None = None,
     revision: str | None = None,
+    local_cache: bool = False,
     dtype: str = "keep",
     adapter: str = "",
     chunk_bytes: int = 32 << 20,
@@ -73,7 +74,8 @@ def import_hf(
 ) -> Result:
     """Turn the Hugging Face model `src` (Hub id, folder, or one safetensors file) into the DCP checkpoint `name`.
 
-    Every tensor is stored under `model.<live parameter name>` in dim-0 chunks of at most `chunk_bytes`, tied tensors
+    A Hub id is read straight from the Hub, or from the Hub's cache when it is there; `local_cache` downloads it to the
+    cache first. Every tensor is stored under `model.<live parameter name>` in dim-0 chunks of at most `chunk_bytes`, tied tensors
     once. `dtype` is "keep" or a `core.dtypes.DTYPE_OPTIONS` key; floats only are cast. `engine` "stream" copies in
     constant memory, `num_workers` files at a time, as many as there are cores and as their buffers fit into
     `memory_bytes`; "transformers" loads the whole model through `from_pretrained`. `untie` stores tied tensors apart,
@@ -96,7 +98,8 @@ def import_hf(
     if adapter and (consume or engine != "stream"):
         raise UsageError("--adapter goes with --engine stream, and not with --consume")
     cast = checked_dtype(dtype)
-    located = locate(src, revision)
+    is_downloaded = local_cache or engine == "transformers"
+    located = locate(src, revision, local_cache=is_downloaded, show_progress=progress is not None)
     target = new_target(name or located.default_name, root)
     refuse_existing(target, how.overwrite)
     refuse_own_source(located.path, target)

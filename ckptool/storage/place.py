@@ -11,6 +11,7 @@ from typing import Any
 
 from ckptool.errors import UnsupportedError
 from ckptool.storage.files import Place, RangeReader, open_binary, os_errors, safe_join
+from ckptool.storage.hub_store import HubStore, parse_hub_url
 from ckptool.storage.store import Store, is_url
 from ckptool.storage.store_path import StorePath
 
@@ -25,7 +26,9 @@ def place(text: str | Place) -> Place:
         return text
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
-    return StorePath(Store(text)) if is_url(text) else Path(text).expanduser()
+    if not is_url(text):
+        return Path(text).expanduser()
+    return StorePath(HubStore(text) if parse_hub_url(text) else Store(text))
 
 
 def local_path(path: Place, what: str) -> Path:
