@@ -126,7 +126,7 @@ def list_checkpoints(root: Place | str) -> list[CheckpointSummary]:
     Reads metadata only. Raises NotFoundError when `root` is a file; a missing root is an empty one.
     """
     root = place(root)
-    pins = read_pins(root) if isinstance(root, Path) and root.is_dir() else {}
+    pins = read_pins(root) if root.is_dir() else {}
     folders = [path for path in _folders(root) if is_staging(path) or _looks_like_checkpoint(path)]
     summaries = [_summarise(path, pins.get(path.name)) for path in folders]
     return sorted(summaries, key=lambda s: (-1 if s.step is None else s.step, s.name))
@@ -191,7 +191,7 @@ def _read(path: Place) -> tuple[Manifest | None, str]:
 
 def _summarise(path: Place, pinned: str | None) -> CheckpointSummary:
     if isinstance(path, StorePath):
-        return _summarise_listed(path)
+        return _summarise_listed(path, pinned)
     num_bytes, provenance, reason = (None, None, _writer_of(path)) if is_staging(path) else _look_at(path)
     step_name = _STEP_NAME.fullmatch(path.name)
     return CheckpointSummary(
@@ -219,7 +219,7 @@ def _look_at(path: Path) -> tuple[int | None, Provenance | None, str]:
     return (manifest.num_bytes, manifest.provenance, "") if manifest else (None, None, reason)
 
 
-def _summarise_listed(path: StorePath) -> CheckpointSummary:
+def _summarise_listed(path: StorePath, pinned: str | None) -> CheckpointSummary:
     """Of a store's checkpoint only what the listing says: reading thousands of small files would take minutes.
 
     Its `.metadata` was written last, after all else had been read back.
@@ -236,6 +236,7 @@ def _summarise_listed(path: StorePath) -> CheckpointSummary:
         world_size=None,
         consumed=None,
         created=path.stat().st_mtime or None,
+        pinned=pinned,
     )
 
 

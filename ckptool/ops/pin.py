@@ -11,7 +11,6 @@ from ckptool.core.plan import Result
 from ckptool.errors import UsageError
 from ckptool.storage.files import Place
 from ckptool.storage.pins import read_pins, remove_pin, write_pin
-from ckptool.storage.place import local_path
 
 
 def pin(name: str, *, root: Place | None = None, reason: str = "", remove: bool = False) -> Result:
@@ -22,11 +21,12 @@ def pin(name: str, *, root: Place | None = None, reason: str = "", remove: bool 
     """
     if remove and reason:
         raise UsageError("--reason goes with a new pin, not with --remove")
-    folder = local_path(runs.default_root() if root is None else root, "pin")
+    folder = runs.default_root() if root is None else root
     if remove and name in read_pins(folder):  # the checkpoint may be gone already
         remove_pin(folder, name)
         return Result("pin", str(folder / name), details={"name": name, "pinned": False, "reason": ""})
-    path = Path(os.path.abspath(local_path(runs.resolve(name, root), "pin")))
+    path = runs.resolve(name, root)
+    path = Path(os.path.abspath(path)) if isinstance(path, Path) else path
     if remove:
         remove_pin(path.parent, path.name)
     else:

@@ -20,6 +20,11 @@ from ckptool.storage.metrics_file import METRICS_FILE, read_metric
 from ckptool.storage.pins import read_pins
 from ckptool.storage.place import local_path
 from ckptool.storage.staging import is_staging, recover, target_of
+from ckptool.storage.store_path import StorePath
+from ckptool.storage.upload import MARKERS
+
+#: An unfinished upload to which nothing has come for so long counts as given up: sending a file takes less.
+UPLOAD_SILENCE_SECONDS = 6 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Entry:
 class PrunePlan:
     """What will stay, what will be removed, and what is broken but was not asked to be removed."""
 
-    root: Path
+    root: Place
     keep: tuple[Entry, ...]
     remove: tuple[Entry, ...]
     broken: tuple[Entry, ...]
@@ -74,26 +79,26 @@ def prune(
         raise UsageError(
             "nothing says what to keep", hint="--keep-last 3, --keep-every 1000, --keep-within 7d; or only --stale"
         )
-    plan = plan_prune(
-        local_path(runs.default_root() if root is None else root, "prune"), rules, stale=stale, in_use=in_use
-    )
+    plan = plan_prune(runs.default_root() if root is None else root, rules, stale=stale, in_use=in_use)
     executed = confirm(plan)
     removed, failed = _execute(plan) if executed else ([], {})
     details = {**plan.to_json(), "removed": removed, "failed": failed}
     return Result("prune", str(plan.root), None, executed, time.monotonic() - start, details=details)
 
 
-def plan_prune(root: Path, rules: KeepRules, *, stale: bool = False, in_use: Collection[str] = ()) -> PrunePlan:
+def plan_prune(root: Place, rules: KeepRules, *, stale: bool = False, in_use: Collection[str] = ()) -> PrunePlan:
     """Decide, without changing anything. Raises NotFoundError when `root` is a file, DamagedError or UsageError when
     the metric that `rules` goes by can't be read."""
     rules.check()
     summaries = runs.list_checkpoints(root)
     steps = {summary.name: summary for summary in summaries if runs.is_step_name(summary.name)}
-    sizes = {summary.name: runs.bytes_on_disk(root / summary.name) for summary in summaries}
+    sizes = {s.name: runs.bytes_on_disk(s.path) if isinstance(s.path, Path) else s.num_bytes for s in summaries}
     candidates = [
         Candidate(s.name, s.step or 0, sizes[s.name], s.complete, s.created, s.pinned) for s in steps.values()
     ]
-    metric = read_metric(root / METRICS_FILE, rules.best.metric) if rules.best else None
+    metric = None
+    if rules.best:
+        metric = read_metric(local_path(root, "--keep-best") / METRICS_FILE, rules.best.metric)
     reasons = reasons_to_keep(candidates, rules, now=time.time(), metric=metric, in_use=in_use)
     keep, remove, broken = [], [], []
     for candidate in candidates:
@@ -107,7 +112,7 @@ def plan_prune(root: Path, rules: KeepRules, *, stale: bool = False, in_use: Col
         else:
             broken.append(Entry(candidate.name, candidate.num_bytes, fault))
     for summary in summaries:
-        if summary.kind == "staging" and is_stale(root / summary.name):
+        if summary.kind == "staging" and isinstance(summary.path, Path) and is_stale(summary.path):
             entry = Entry(summary.name, sizes[summary.name], summary.reason)
             (remove if stale else broken).append(entry)
     return PrunePlan(root, tuple(keep), tuple(remove), tuple(broken))
@@ -117,8 +122,13 @@ def _best_rule(best: tuple[str, str, int] | None) -> KeepBest | None:
     return KeepBest(best[0], best[2], best[1]) if best else None
 
 
-def _is_beyond_use(path: Path) -> bool:
-    """True when the checkpoint is damaged for sure, rather than unreadable for now or of a kind not understood."""
+def _is_beyond_use(path: Place) -> bool:
+    """True when the checkpoint is damaged for sure, rather than unreadable for now or of a kind not understood.
+
+    In a store it may be one that is on its way, which shows by files that have just come.
+    """
+    if isinstance(path, StorePath) and time.time() - path.stat().st_mtime < UPLOAD_SILENCE_SECONDS:
+        return False
     try:
         read_manifest(path)
     except (DamagedError, NotFoundError):
@@ -132,10 +142,12 @@ def _execute(plan: PrunePlan) -> tuple[list[str], dict[str, str]]:
     """Remove what the plan says, oldest first. Returns the names removed, and those that failed with the cause."""
     removed: list[str] = []
     failed: dict[str, str] = {}
+    if isinstance(plan.root, StorePath):
+        plan.root.store.refresh()
     for entry in plan.remove:
         path = plan.root / entry.name
         try:
-            if is_staging(path):
+            if isinstance(path, Path) and is_staging(path):
                 _remove_staging(path)
             else:
                 _check_still_removable(plan, entry.name)
@@ -155,11 +167,14 @@ def _check_still_removable(plan: PrunePlan, name: str) -> None:
         raise StorageError(f"{name} is the last good checkpoint now: what was to stay is damaged or gone")
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint folder. Its `.metadata` goes first, for good: half of one is never taken for a whole one.
+def remove_checkpoint(path: Place) -> None:
+    """Remove a checkpoint. Its `.metadata` goes first, for good: half of one is never taken for a whole one.
 
     Raises StorageError or AccessError when the disk refuses; the rest of the folder then lies there, incomplete.
     """
+    if isinstance(path, StorePath):
+        path.store.remove_below(path.key, first=MARKERS)
+        return
     if path.is_symlink():
         raise StorageError(f"{path} is a link; what it leads to is not removed")
     with os_errors(path):

@@ -5,17 +5,19 @@ Every error of a driver becomes one of ours here, without the credentials that a
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import datetime
 import functools
 import random
 import re
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -89,6 +91,8 @@ class Store:
         self._reads, self._writes = RateLimit(0), RateLimit(0)
         self._lock = threading.Lock()
         self._files: dict[str, StoredFile] | None = None
+        #: The names of `_files` in order, once somebody has asked for those below a folder.
+        self._names: list[str] | None = None
 
     def above(self) -> Store:
         """The folder that holds this URL."""
@@ -105,6 +109,19 @@ class Store:
             if self._files is None:
                 self._files = self._list()
             return self._files
+
+    def below(self, folder: str) -> Iterator[str]:
+        """The names of the files below a folder; "" is all."""
+        files, prefix = self.files, f"{folder}/" if folder else ""
+        with self._lock:
+            if self._names is None:
+                self._names = sorted(files)
+            names = self._names
+        for position in range(bisect.bisect_left(names, prefix), len(names)):
+            if not names[position].startswith(prefix):
+                return
+            if names[position]:
+                yield names[position]
 
     def file(self, name: str) -> StoredFile:
         """Raises NotFoundError."""
@@ -162,6 +179,13 @@ class Store:
         self._note(name, stored)
         return stored
 
+    def put_bytes(self, name: str, content: bytes) -> StoredFile:
+        """Upload a small file."""
+        with tempfile.NamedTemporaryFile(suffix=PurePosixPath(name).suffix) as scratch:
+            scratch.write(content)
+            scratch.flush()
+            return self.put(name, Path(scratch.name))
+
     def limit_rate(self, bytes_per_s: float) -> None:
         """From here on read no more than that, and send no more; 0 is no limit."""
         self._reads, self._writes = RateLimit(bytes_per_s), RateLimit(bytes_per_s)
@@ -189,16 +213,27 @@ class Store:
         self._retried(name, remove)
         self._note(name, None)
 
+    def remove_below(self, folder: str, first: Collection[str] = ()) -> None:
+        """Remove every file below a folder, those of the names `first` (relative to it) before all others."""
+        names = list(self.below(folder))
+        at_once = [name for name in names if name.removeprefix(f"{folder}/") in first]
+        for name in at_once:
+            self.remove(name)
+        with ThreadPoolExecutor(_NUM_CONNECTIONS, "remove") as workers:
+            for _ in workers.map(self.remove, (name for name in names if name not in at_once)):
+                pass
+
     def refresh(self) -> Mapping[str, StoredFile]:
         """List anew."""
         with self._lock:
-            self._files = self._list()
+            self._files, self._names = self._list(), None
             return self._files
 
     def _note(self, name: str, stored: StoredFile | None) -> None:
         with self._lock:
             if self._files is None:
                 return
+            self._names = None
             self._files = {key: value for key, value in self._files.items() if key != name}
             if stored is not None:
                 self._files[name] = stored

@@ -134,8 +134,7 @@ class StorePath:
         return (path for path in found if fnmatch.fnmatchcase(path.name, pattern))
 
     def _below(self) -> Iterator[str]:
-        prefix = f"{self.key}/" if self.key else ""
-        return (key for key in self.store.files if key and key.startswith(prefix))
+        return self.store.below(self.key)
 
 
 class _StoreStream(io.RawIOBase):

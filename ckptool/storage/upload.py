@@ -145,11 +145,8 @@ class Upload:
                 yield record.file, (record, stored)
 
     def _put_json(self, name: str, value: dict[str, Any]) -> None:
-        with tempfile.NamedTemporaryFile("w", suffix=".json", dir=self._scratch.name, encoding="utf-8") as file:
-            json.dump(value, file)
-            file.flush()
-            place = self._place(name)
-            place.store.put(place.key, Path(file.name))
+        place = self._place(name)
+        place.store.put_bytes(place.key, json.dumps(value).encode())
 
 
 def refuse_existing_in_store(target: StorePath, overwrite: bool, is_file: bool) -> None:

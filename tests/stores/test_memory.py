@@ -11,11 +11,12 @@ import pytest
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.errors import DamagedError, StorageError, TargetExistsError, UnsupportedError, UsageError
+from ckptool.errors import DamagedError, NotFoundError, StorageError, TargetExistsError, UnsupportedError, UsageError
 from ckptool.ops.copy import copy
 from ckptool.ops.inspect import inspect
 from ckptool.ops.layouts import chosen_mesh
 from ckptool.ops.ls import ls
+from ckptool.ops.pin import pin
 from ckptool.ops.reshard import reshard
 from ckptool.storage import store
 from ckptool.storage.place import place
@@ -183,8 +184,40 @@ def test_a_store_that_garbles_is_noticed(memory: Memory, root: Path, monkeypatch
 
 
 def test_local_commands_refuse_urls_in_one_line(memory: Memory, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["prune", "--root", RUNS, "--keep-last", "1"]) == 1
+    assert run(["data", "seek", f"{RUNS}/step-5", "--to", "0"]) != 0
+    assert run(["prune", "--root", RUNS, "--keep-best", "loss", "1", "--yes"]) == 1
     assert "works on local folders only" in capsys.readouterr().err
+
+
+def test_a_root_in_a_store_is_pruned(memory: Memory, root: Path) -> None:
+    for step in (1, 2, 3, 4):
+        copy("step-5", f"{RUNS}/step-{step}", root=root)
+    memory.pipe("/bucket/runs/step-9/__0_0.distcp", b"on its way")
+    pin("step-1", root=place(RUNS), reason="paper")
+    assert [row["pinned"] for row in ls(place(RUNS)).details["checkpoints"]] == ["paper", *[None] * 4]
+    removed: list[str] = []
+    original = Store.remove
+
+    def remove(self: Store, name: str) -> None:
+        removed.append(name)
+        original(self, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "remove", remove)
+        result = ckptool.prune(place(RUNS), keep_last=1, keep_every=3, stale=True)
+    assert result.details["removed"] == ["step-2"] and removed[0] == "step-2/.metadata"
+    assert {name.split("/")[0] for name in names(memory, "/bucket/runs")} == {
+        ".pins",
+        *(f"step-{n}" for n in (1, 3, 4, 9)),
+    }
+    pin("step-1", root=place(RUNS), remove=True)
+    with pytest.raises(NotFoundError, match="not pinned"):
+        pin("step-1", root=place(RUNS), remove=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptool.ops.prune.UPLOAD_SILENCE_SECONDS", 0)
+        result = ckptool.prune(place(RUNS), keep_last=1, stale=True)
+    assert set(result.details["removed"]) == {"step-1", "step-3", "step-9"}
+    assert {name.split("/")[0] for name in names(memory, "/bucket/runs")} == {"step-4"}
 
 
 @pytest.mark.parametrize(
