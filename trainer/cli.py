@@ -180,6 +180,13 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     "--log-every", "Steps between progress lines (metrics.jsonl has every step).", type=click.IntRange(1), default=10
 )
 @_option(
+    "--log-to",
+    "Draw the numbers of metrics.jsonl as curves too: tensorboard (files in ROOT/tensorboard), wandb, both with a "
+    "comma between them, or none. auto: tensorboard where it is installed.",
+    metavar="auto|none|NAMES",
+    default="auto",
+)
+@_option(
     "--straggler-factor",
     "With each progress line, name the ranks that take so many times the median for reading data or for a matrix "
     "product of fixed size; 0 doesn't measure.",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool import NotFoundError, UsageError
+from trainer.curves import parse_boards
 
 #: The value of --lora-targets that names every linear layer but the output head.
 ALL_LINEAR = "all-linear"
@@ -50,6 +51,7 @@ class TrainConfig:
     compile: bool
     loss: str
     log_every: int
+    log_to: str
     straggler_factor: float
     profile: str
     eval_data: tuple[str, ...]
@@ -70,6 +72,7 @@ class TrainConfig:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is no number to train with")
         if parse_profile(self.profile)[0] > self.steps:
             raise UsageError(f"--profile {self.profile} begins after the last step, {self.steps}")
+        parse_boards(self.log_to)
         if not self.data:
             raise UsageError("no training data", hint="--data PATH, or data = [...] in the --config file")
         if num_data_ranks > self.global_batch_size:

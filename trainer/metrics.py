@@ -1,16 +1,20 @@
-"""What a run writes about itself: `metrics.jsonl`, `samples.jsonl` and a line of progress, all by rank 0."""
+"""What a run writes about itself: `metrics.jsonl`, curves, `samples.jsonl` and a line of progress, all by rank 0."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from trainer.curves import Curves
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,9 @@ class StepMetrics:
     """One line of `metrics.jsonl`. `attempt` is the start time of the process that trained the step.
 
     `skipped` is true when loss or gradients were not finite and the weights were left as they were. The seconds of
-    the phases are rank 0's.
+    the phases are rank 0's. `mfu` is None where the GPU's speed is not known. `rank_data_seconds` and
+    `rank_probe_seconds` are what each rank did without waiting for the others (see stragglers.py), in the steps in
+    which that was measured.
     """
 
     step: int
@@ -39,6 +45,9 @@ class StepMetrics:
     data_seconds: float = 0.0
     forward_backward_seconds: float = 0.0
     optimizer_seconds: float = 0.0
+    mfu: float | None = None
+    rank_data_seconds: list[float] | None = None
+    rank_probe_seconds: list[float] | None = None
 
     def progress_line(self, steps: int) -> str:
         saved = f"  saved in {self.checkpoint_seconds:.1f} s" if self.checkpoint_seconds else ""
@@ -56,6 +65,14 @@ class Log:
     def __init__(self, root: Path, rank: int) -> None:
         self._root = root
         self._writes = rank == 0
+        self._curves: Curves | None = None
+
+    @contextlib.contextmanager
+    def drawing(self, boards: tuple[str, ...], step: int) -> Iterator[None]:
+        """What happens inside is drawn on these boards as well, by a run that has finished `step` steps."""
+        with Curves(boards if self._writes else (), self._root, step, self.say) as self._curves:
+            yield
+        self._curves = None
 
     def say(self, line: str) -> None:
         if self._writes:
@@ -65,6 +82,8 @@ class Log:
         # JSON has no NaN and no infinity.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()}
         self._append("metrics.jsonl", finite)
+        if self._curves is not None:
+            self._curves.add(metrics.step, finite)
 
     def samples(self, attempt: str, step: int, units: list[int]) -> None:
         self._append("samples.jsonl", {"attempt": attempt, "step": step, "units": units})

@@ -39,6 +39,11 @@ class RankTimes:
         return cls(rank, socket.gethostname(), step_seconds, seconds, _clock_mhz(device))
 
 
+def seconds_of_ranks(ranks: list[RankTimes] | None, name: str) -> list[float] | None:
+    """Of each rank the seconds of "data" or "probe", to the microsecond; None when nothing was measured."""
+    return None if ranks is None else [round(times.seconds[name], 6) for times in ranks]
+
+
 def find_stragglers(ranks: list[RankTimes], factor: float) -> list[str]:
     """A line for each rank that takes more than `factor` times the median of all ranks for what it does alone."""
     lines = []

@@ -18,8 +18,10 @@ from trainer.async_save import Saves, SaveTimes
 from trainer.build import build_state
 from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig, parse_profile
+from trainer.curves import parse_boards
 from trainer.data import TrainingData, open_data, prepare
 from trainer.evaluation import HeldOut
+from trainer.flops import flops_per_token, peak_flops
 from trainer.loader import LoaderData
 from trainer.loss import batch_loss, use_chunks
 from trainer.memory_advice import MemoryAdvice
@@ -31,7 +33,7 @@ from trainer.schedule import learning_rate
 from trainer.shared_root import check_shared_root
 from trainer.signals import StopSignals
 from trainer.stopwatch import Stopwatch
-from trainer.stragglers import RankTimes, find_stragglers
+from trainer.stragglers import RankTimes, find_stragglers, seconds_of_ranks
 from trainer.units import MicroBatch
 from trainer.watchdog import Watchdog
 
@@ -94,6 +96,7 @@ def train(config: TrainConfig) -> None:
             f"{state.position.consumed:,} units trained"
         )
         saves = context.enter_context(Saves(config, origin, ranks, log))
+        context.enter_context(log.drawing(parse_boards(config.log_to), state.step))
         run_steps(Run(config, ranks, origin, state, data, held_out, log, stop, watch, saves))
 
 
@@ -106,6 +109,7 @@ def run_steps(run: Run) -> None:
     attempt = ranks.from_rank0(lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
     saved_at = time.monotonic()
     num_skipped = 0
+    flops, peak = flops_per_token(state.model, state.model.config, config.seq_len), peak_flops(ranks.device)
     profile = Profile(*parse_profile(config.profile), config.root / "profile", ranks, log)
     (must_stop,) = ranks.sum(bool(run.stop.received))
     while state.step < config.steps and not must_stop:
@@ -153,13 +157,17 @@ def run_steps(run: Run) -> None:
                     saves.finish(state)
             saved_at = time.monotonic()
         saves.collect(state)
+        times = None
+        if config.straggler_factor and state.step % config.log_every == 0:
+            times = ranks.gather(RankTimes.measure(ranks.rank, ranks.device, step_seconds, watch))
+        tokens_per_second = num_tokens / step_seconds
         metrics = StepMetrics(
             step=state.step,
             loss=mean_loss,
             lr=lr,
             grad_norm=grad_norm,
             tokens=num_tokens,
-            tokens_per_second=num_tokens / step_seconds,
+            tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
             consumed=state.position.consumed,
             max_memory_bytes=max_memory_bytes(ranks.device),
@@ -172,6 +180,9 @@ def run_steps(run: Run) -> None:
             data_seconds=watch.seconds["data"],
             forward_backward_seconds=watch.seconds["forward and backward"],
             optimizer_seconds=watch.seconds["optimizer"],
+            mfu=flops * tokens_per_second / (peak * ranks.world_size) if flops and peak else None,
+            rank_data_seconds=seconds_of_ranks(times, "data"),
+            rank_probe_seconds=seconds_of_ranks(times, "probe"),
         )
         log.metrics(metrics)
         if (
@@ -182,10 +193,8 @@ def run_steps(run: Run) -> None:
             or eval_loss is not None
         ):
             log.say(metrics.progress_line(config.steps))
-        if config.straggler_factor and state.step % config.log_every == 0:
-            times = ranks.gather(RankTimes.measure(ranks.rank, ranks.device, step_seconds, watch))
-            for line in find_stragglers(times, config.straggler_factor):
-                log.say(line)
+        for line in find_stragglers(times, config.straggler_factor) if times else ():
+            log.say(line)
     if must_stop and state.step < config.steps:
         kept = f"{state.last_saved} holds it" if state.last_saved else "nothing new to save"
         log.say(f"stopped at step {state.step} of {config.steps}: {kept}; the same command goes on from there")

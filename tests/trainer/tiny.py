@@ -98,6 +98,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "compile": False,
         "loss": "chunked",
         "log_every": 100,
+        "log_to": "none",
         "straggler_factor": 1.5,
         "profile": "",
         "eval_data": (),
