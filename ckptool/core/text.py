@@ -10,6 +10,24 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def gist(message: str, limit: int = 300) -> str:
+    """Another library's message as one line, cut at `limit` characters."""
+    return one_line(" ".join(message.split())[:limit])
+
+
+def natural_order(name: str) -> list[tuple[int | str, ...]]:
+    """A key that sorts dotted names with numbers as numbers: `layers.2.weight` before `layers.10.weight`.
+
+    The order in which transformers takes the tensors of a model.
+    """
+    parts: list[tuple[int | str, ...]] = []
+    for part in name.split("."):
+        text = part.rstrip("0123456789")
+        digits = part[len(text) :]
+        parts.append((0, int(part)) if part.isdigit() else (1, text, int(digits)) if digits else (1, text))
+    return parts
+
+
 def size(num_bytes: int) -> str:
     """`270.1 MB`: decimal units, one decimal."""
     value = float(num_bytes)

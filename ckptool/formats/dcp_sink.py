@@ -40,9 +40,9 @@ class DcpSink:
 
     `finish` writes `digests.json` and, last, `.metadata`: whatever else belongs into the folder must be there before.
     `tensors` are the tensors to come (their chunks are not looked at: the boxes written become the chunks), `paths` the
-    keys of each fqn in the nested state dict (DCP's planner data), `ties` alias fqn -> canonical fqn. For parts of
-    several files, `file_of(fqn, chunk)` chooses among them; objects go into the first one, unless it chooses for them,
-    with None for the chunk.
+    keys of each fqn in the nested state dict (DCP's planner data), `ties` alias fqn -> canonical fqn; `finish` is the
+    first to look at these two. For parts of several files, `file_of(fqn, chunk)` chooses among them; objects go into
+    the first one, unless it chooses for them, with None for the chunk.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -87,3 +87,10 @@ def _part(group: NameGroup, is_chosen: Callable[[str], bool]) -> NameGroup | Non
         return {name: tensor for name, tensor in whole(tensors).items() if name in targets}
 
     return replace(group, targets=targets, transform=transform)
+
+
+def in_order_of(names: NamePlan, sources: Iterable[str]) -> NamePlan:
+    """The plan with its groups in the order in which their first tensors come in `sources`."""
+    place = {name: number for number, name in enumerate(sources)}
+    groups = sorted(names.groups, key=lambda group: min(place[name] for name in group.sources))
+    return replace(names, groups=tuple(groups))

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from blake3 import blake3
 
@@ -21,6 +21,7 @@ from ckptool.core.plan import Plan
 from ckptool.errors import CkptoolError, DamagedError, MismatchError, UnsafeError, UnsupportedError
 from ckptool.formats.hf_consumed import original_name
 from ckptool.ops.consume import Consumer
+from ckptool.ops.head_start import Copying, at_once
 from ckptool.storage.digest import digest_file
 from ckptool.storage.files import Place, os_errors, safe_join
 from ckptool.storage.journal import JOURNAL_PATTERN, Journal, read_journals
@@ -42,7 +43,7 @@ class Execution:
 
     `resume` goes on from what an interrupted attempt at the same work left. `ranks` are the processes that share the
     work out, on a filesystem that all of them see; None is this process alone. `progress(plan)` gives the counter of
-    written bytes.
+    written bytes. `copying` runs the copy.
     """
 
     overwrite: bool = False
@@ -50,6 +51,7 @@ class Execution:
     progress: Callable[[Plan], Progress] | None = None
     ranks: Ranks | None = None
     is_file: bool = False
+    copying: Copying = at_once
 
     @property
     def world_size(self) -> int:
@@ -75,10 +77,11 @@ def convert(
 ) -> list[str]:
     """Carry out `plan` and publish what it makes as `target`; returns notes on what happened.
 
-    `before(content)` puts beside the parts what must be there when the sink finishes, `after(content)` what comes after
-    it, both on one process. `consumer` is told of each part that is safe. An attempt that fails or is killed leaves
-    nothing under the target's name; its finished parts are kept, and checked, for the next one with the same source and
-    options. `also` is what else the tensors are made of, in words that change with it.
+    `before(content)` puts beside the parts what must be there when the sink finishes, and `after(content)` what comes
+    after it, both on one process; the first usually once the parts are written, and while they are with
+    `how.copying` = `head_start.beside`. `consumer` is told of each part that is safe. An attempt that fails or is
+    killed leaves nothing under the target's name; its finished parts are kept, and checked, for the next one with the
+    same source and options. `also` is what else the tensors are made of, in words that change with it.
     """
     from ckptool import engine
 
@@ -87,13 +90,9 @@ def convert(
     with _staged(target, key, how) as staging:
         content = staging.content
         done = _on_first(how, lambda: _parts_done(staging, plan, key, how, notes))
-        _on_first(how, lambda: before(content))
         sink = open_sink(content)
         rank, world_size = (how.ranks.rank, how.ranks.world_size) if how.ranks else (0, 1)
         left = [part for part in plan.parts if part.files[0] not in done]
-        report = how.progress(plan) if how.progress else None
-        if report:
-            report(sum(part.write_bytes for part in plan.parts) - sum(part.write_bytes for part in left))
         journal = Journal(content.parent, key, rank)
 
         part_of = {part.files[0]: part for part in plan.parts}
@@ -113,19 +112,26 @@ def convert(
                 if consumer:
                     consumer.done(part_of[records[0].file], content)
 
-        budget = MemoryBudget(plan.memory_bytes)
-        records = _on_all(
-            how,
-            lambda: engine.run(
+        def begin() -> Progress | None:
+            report = how.progress(plan) if how.progress else None
+            if report:
+                report(sum(part.write_bytes for part in plan.parts) - sum(part.write_bytes for part in left))
+            return report
+
+        def copy(report: Progress | None) -> list[FileRecord]:
+            return engine.run(
                 left[rank::world_size],
                 source,
                 sink,
                 report,
                 num_workers=plan.num_workers,
-                budget=budget,
+                budget=MemoryBudget(plan.memory_bytes),
                 on_done=on_done,
-            ),
-        )
+            )
+
+        with how.copying(lambda report: _on_all(how, lambda: copy(report)), begin) as copied:
+            _on_first(how, lambda: before(content))
+            records = copied()
         made = {record.file: record for record in [*done.values(), *records]}
         _on_first(how, lambda: sink.finish([made[file] for part in plan.parts for file in part.files]))
         _on_first(how, lambda: after(content))
@@ -147,15 +153,19 @@ def fingerprint(plan: Plan, source_path: Place, files: Collection[str], also: Se
     if source_path.is_file():
         found = {source_path.name: source_path}
     versions = [(name, file_version(path)) for name, path in sorted(found.items())]
-    parts = [
-        [part.files, *part.objects, *((item.label, item.sources, item.targets) for item in part.items)]
-        for part in plan.parts
-    ]
     hasher = blake3(json.dumps(versions).encode())
-    for part in parts:
+    for part in work_of(plan):
         hasher.update(repr(part).encode())
     hasher.update(repr([plan.verb, plan.source, plan.target, __version__, *also]).encode())
     return hasher.hexdigest()
+
+
+def work_of(plan: Plan) -> list[list[Any]]:
+    """What the plan does, comparable: its files, and what is made of what in each."""
+    return [
+        [part.files, *part.objects, *((item.label, item.sources, item.targets) for item in part.items)]
+        for part in plan.parts
+    ]
 
 
 def _parts_done(

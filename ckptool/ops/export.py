@@ -17,21 +17,24 @@ from ckptool.core.plan import Plan, Result
 from ckptool.errors import NotFoundError, UsageError
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.naming.dialects import dialect_names, load_dialect
-from ckptool.naming.groups import keep_names
+from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.selection import select_sources
 from ckptool.ops.adapters import MergedSource, find_base, read_adapter, refuse_adapter
-from ckptool.ops.conversion import Execution, convert
+from ckptool.ops.conversion import Execution, convert, work_of
 from ckptool.ops.export_adapter import AdapterForm
 from ckptool.ops.export_dialect import DialectForm
 from ckptool.ops.export_hf import HfForm
 from ckptool.ops.export_job import PIECE_BYTES, Form, open_job
+from ckptool.ops.head_start import Copying, at_once, is_worth_it, with_head_start
+from ckptool.ops.model_card import read_origin
 from ckptool.ops.model_source import ModelSource
+from ckptool.ops.push import Push, PushTarget, push_details
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.runs import resolve
 from ckptool.storage.files import Place
 from ckptool.storage.place import local_path
-from ckptool.storage.staging import refuse_existing, staged_directory, staged_file
+from ckptool.storage.staging import is_being_written, refuse_existing, staged_directory, staged_file
 
 if TYPE_CHECKING:
     from ckptool.ranks import Ranks
@@ -55,6 +58,7 @@ def export(
     untie: bool = False,
     keys: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    push: PushTarget | None = None,
     root: Place | None = None,
     overwrite: bool = False,
     resume: bool = True,
@@ -74,7 +78,7 @@ def export(
     for peft, "merge" the model with it added to the weights of the checkpoint `base` (default: the one it was trained
     on); `lora_alpha` is needed where the checkpoint doesn't say it. `untie` stores tied tensors under each of their
     names, and the config says so (hf only). `keys` and `exclude` are globs of the checkpoint's names: only a part is
-    exported.
+    exported. `push` brings the folder to a repository of the Hub, too, before it appears as `out` (hf only).
     `overwrite` replaces an existing `out` once the new one is safe on the disk, `resume` goes on from an interrupted
     attempt, and `ranks`, which all call this, share the work out. Raises a CkptoolError; `out` then is as it was.
     """
@@ -104,6 +108,16 @@ def export(
     target = _target(path, out, f"-{'adapter' if adapter == 'folder' else to}")
     refuse_existing(target, how.overwrite)
     refuse_own_source(path, target)
+    if push is not None and (to != "hf" or engine != "stream" or not isinstance(target, Path)):
+        raise UsageError("--push goes with --to hf, --engine stream and a local --out")
+    pushing = _open_push(push, path, how) if push is not None else None
+    sent = push_details(pushing)
+
+    def upload(content: Path) -> None:
+        if pushing is not None:
+            pushing.upload(content)
+            sent.update(push_details(pushing))
+
     with contextlib.ExitStack() as stack:
         source = stack.enter_context(contextlib.closing(ModelSource(path)))
         lora = read_adapter(source, lora_alpha) if adapter else None
@@ -131,36 +145,78 @@ def export(
         form: Form = HfForm(job) if to == "hf" else DialectForm(job, load_dialect(to))
         if adapter == "folder" and lora is not None:
             form = AdapterForm(job, lora)
-        names = form.name_tensors()
-        if keys or exclude:
-            names = select_sources(names, lambda name: is_chosen(source.stored_name(name)))
-        plan = form.plan(names)
-        check_disk(target, plan)
-        notes = [*source.notes, *job.config.notes, *plan.notes]
-        if engine == "torch" and job.provenance is None and not source.is_plain:
-            raise UsageError(f"--engine torch knows names like model.*, not those of {path}")
 
-        def put_beside(content: Path) -> None:
-            notes.extend(form.put_beside(content, plan, names))
+        def planned(names: NamePlan) -> _Planned:
+            if keys or exclude:
+                names = select_sources(names, lambda name: is_chosen(source.stored_name(name)))
+            plan = form.plan(names)
+            check_disk(target, plan)
+            return _Planned(names, plan)
 
-        if not dry_run and engine == "torch":
-            from ckptool.ops.export_reference import export_through_torch
+        def make_plan() -> _Planned:
+            return planned(form.name_tensors())
 
-            with staged_directory(target, how.overwrite) as staging:
-                export_through_torch(job, staging, how.progress(plan) if how.progress else None)
-                put_beside(staging)
-        elif not dry_run:
-            notes += convert(
-                plan,
+        def carry_out(begun: _Planned, settled: Callable[[], _Planned], copying: Copying) -> list[str]:
+            beside: list[str] = []
+
+            def put_beside(content: Path) -> None:
+                final = settled()
+                beside.extend(form.put_beside(content, final.plan, final.names))
+
+            notes = convert(
+                begun.plan,
                 source,
                 path,
                 target,
-                lambda content: form.open_sink(content, plan, names),
-                how,
+                lambda content: form.open_sink(content, begun.plan, begun.names),
+                dataclasses.replace(how, copying=copying),
                 before=put_beside,
+                after=upload,
                 also=also,
             )
-    return Result("export", str(target), plan, not dry_run, time.monotonic() - start, tuple(notes))
+            return [*beside, *notes]
+
+        if engine == "torch" and job.provenance is None and not source.is_plain:
+            raise UsageError(f"--engine torch knows names like model.*, not those of {path}")
+        notes: list[str] = []
+        may_guess = engine == "stream" and not dry_run and not (ranks or also) and is_worth_it(job.manifest.num_bytes)
+        likely = form.likely_names() if may_guess and not is_being_written(target) else None
+        if likely is not None:
+            final, notes = with_head_start(planned(likely), make_plan, _is_same_work, carry_out)
+        else:
+            final = make_plan()
+            if dry_run:
+                pass
+            elif engine == "stream":
+                notes = carry_out(final, lambda: final, at_once)
+            else:
+                from ckptool.ops.export_reference import export_through_torch
+
+                with staged_directory(target, how.overwrite) as staging:
+                    export_through_torch(job, staging, how.progress(final.plan) if how.progress else None)
+                    notes = form.put_beside(staging, final.plan, final.names)
+        notes = [*source.notes, *job.config.notes, *final.plan.notes, *notes]
+    return Result("export", str(target), final.plan, not dry_run, time.monotonic() - start, tuple(notes), details=sent)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    names: NamePlan
+    plan: Plan
+
+
+def _is_same_work(one: _Planned, other: _Planned) -> bool:
+    return work_of(one.plan) == work_of(other.plan)
+
+
+def _open_push(push: PushTarget, path: Place, how: Execution) -> Push:
+    """A push of what `path` is exported to, once it is known that nothing is in its way."""
+
+    def look() -> Push:
+        show_progress = how.progress is not None
+        return Push(push, overwrite=how.overwrite, origin=read_origin(path), show_progress=show_progress)
+
+    return how.ranks.on_first("push", look) if how.ranks else look()
 
 
 def _target(path: Place, out: Place | None, ending: str) -> Place:

@@ -35,6 +35,9 @@ class AdapterForm:
         notes = (f"left out: {num_others} tensors that are not the adapter's",) if num_others else ()
         return NamePlan(tuple(groups), Naming("peft"), notes=notes)
 
+    def likely_names(self) -> None:
+        return None
+
     def plan(self, names: NamePlan) -> Plan:
         return self._job.plan(names, lay_out=lambda items: one_part(layout(items), WEIGHTS_NAME))
 

@@ -58,6 +58,9 @@ class DialectForm:
         ties = {theirs[alias]: theirs[canonical] for alias, canonical in first.ties.items()}
         return dataclasses.replace(names, ties=ties)
 
+    def likely_names(self) -> None:
+        return None
+
     def plan(self, names: NamePlan) -> Plan:
         job = self._job
         return job.plan(

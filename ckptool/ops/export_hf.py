@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptool.core.plan import Plan
+from ckptool.core.text import natural_order
 from ckptool.errors import DamagedError, NotFoundError
 from ckptool.formats.hf_config import main_dtype, match_config
 from ckptool.formats.hf_folder import copy_side_files
@@ -48,6 +49,16 @@ class HfForm:
         names = plan_export(model, job.own, job.provenance, job.cast)
         extra = keep_names({fqn: job.live[fqn].shape for fqn in job.source.extra}, None, "")
         return dataclasses.replace(names, groups=(*names.groups, *extra.groups))
+
+    def likely_names(self) -> NamePlan | None:
+        """The names as they are, for a model that was imported without a transform."""
+        job = self._job
+        naming = job.provenance.naming if job.provenance else None
+        if naming is None or naming.name != "transformers" or naming.transforms:
+            return None
+        own = {name: job.own[name].shape for name in sorted(job.own, key=natural_order)}
+        extra = {name: job.live[name].shape for name in job.source.extra}
+        return keep_names(own | extra, job.cast, "")
 
     def plan(self, names: NamePlan) -> Plan:
         job = self._job

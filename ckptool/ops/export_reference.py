@@ -39,6 +39,7 @@ def _to_hub_names(job: ExportJob, state: dict[str, Any]) -> dict[str, Any]:
 
     from ckptool.naming.meta_model import DtypeRule, build_meta_model, is_custom_code
     from ckptool.naming.transformers_names import recorded_transforms
+    from ckptool.naming.vocabulary import find_padded
 
     def cast(name: str, wanted: str | None) -> Any:
         stored = str(state[name].dtype).removeprefix("torch.")
@@ -48,6 +49,8 @@ def _to_hub_names(job: ExportJob, state: dict[str, Any]) -> dict[str, Any]:
     if config is None or is_custom_code(config):
         return {name: cast(name, job.cast) for name in state}
     model: Any = build_meta_model(job.config.path, job.cast)
+    padded = find_padded(model, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    state = {name: tensor[: padded[name][1]] if name in padded else tensor for name, tensor in state.items()}
     rule = DtypeRule(model, job.cast)
     model._weight_conversions = recorded_transforms(model, job.provenance) or None
     return revert_weight_conversion(model, {name: cast(name, rule.of(name)) for name in state})

@@ -23,17 +23,18 @@ from ckptool.formats.hf_folder import EXTRA_NAME, HfSource
 from ckptool.formats.hf_sink import HfSink, layout
 from ckptool.hub import Located, locate
 from ckptool.naming.groups import NamePlan, keep_names
-from ckptool.naming.selection import select_targets, untie_all
+from ckptool.naming.selection import in_order_of, select_targets, untie_all
 from ckptool.ops.consume import Consumer, check_consumable
-from ckptool.ops.conversion import Execution, convert
+from ckptool.ops.conversion import Execution, convert, work_of
+from ckptool.ops.head_start import Copying, at_once, is_worth_it, with_head_start
 from ckptool.ops.import_adapter import add_adapter
-from ckptool.ops.inputs import ModelInput, open_input
+from ckptool.ops.inputs import ModelInput, guess_input, open_input
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.files import Place
 from ckptool.storage.place import local_path
-from ckptool.storage.staging import refuse_existing
+from ckptool.storage.staging import is_being_written, refuse_existing
 
 if TYPE_CHECKING:
     from ckptool.ranks import Ranks
@@ -75,7 +76,9 @@ def import_hf(
     """Turn the Hugging Face model `src` (Hub id, folder, or one safetensors file) into the DCP checkpoint `name`.
 
     A Hub id is read straight from the Hub, or from the Hub's cache when it is there; `local_cache` downloads it to the
-    cache first. Every tensor is stored under `model.<live parameter name>` in dim-0 chunks of at most `chunk_bytes`, tied tensors
+    cache first.
+
+    Every tensor is stored under `model.<live parameter name>` in dim-0 chunks of at most `chunk_bytes`, tied tensors
     once. `dtype` is "keep" or a `core.dtypes.DTYPE_OPTIONS` key; floats only are cast. `engine` "stream" copies in
     constant memory, `num_workers` files at a time, as many as there are cores and as their buffers fit into
     `memory_bytes`; "transformers" loads the whole model through `from_pretrained`. `untie` stores tied tensors apart,
@@ -86,7 +89,6 @@ def import_hf(
     `ranks`, which all call this, share the work out. Raises a CkptoolError; the target then is as it was.
     """
     start = time.monotonic()
-    how = Execution(overwrite, resume, progress, ranks)
     if engine not in ENGINES:
         raise UsageError(f"--engine {engine}: choose one of {', '.join(ENGINES)}")
     if chunk_bytes < 1:
@@ -101,66 +103,142 @@ def import_hf(
     is_downloaded = local_cache or engine == "transformers"
     located = locate(src, revision, local_cache=is_downloaded, show_progress=progress is not None)
     target = new_target(name or located.default_name, root)
-    refuse_existing(target, how.overwrite)
+    refuse_existing(target, overwrite)
     refuse_own_source(located.path, target)
     if engine == "transformers":
         from ckptool.ops.import_reference import import_through_transformers
 
         return import_through_transformers(
-            located, target, cast, overwrite=how.overwrite, dry_run=dry_run, progress=how.progress
+            located, target, cast, overwrite=overwrite, dry_run=dry_run, progress=progress
         )
 
+    how = Execution(overwrite, resume, progress, ranks)
+    job = _Job(located, target, cast, chunk_bytes, untie, keys, exclude, consume, num_workers, memory_bytes, how)
     with contextlib.ExitStack() as opened:
-        model = open_input(located.path, cast)
-        source = opened.enter_context(contextlib.closing(model.source))
-        if adapter:
-            model = add_adapter(model, adapter, cast)
-            source = opened.enter_context(contextlib.closing(model.source))
-        names = _settled(model.names, untie, keys, exclude)
-        extra_bytes = sum(source.manifest.tensors[name].num_bytes for name in names.extra)
-        num_records = len(source.manifest.tensors) + model.side.num_files
-        plan = plan_conversion(
-            "import-hf",
-            source.manifest,
-            names,
-            str(target),
-            cut=cut_tensor,
-            piece_bytes=chunk_bytes,
-            target_prefix=MODEL_PREFIX,
-            extra_disk_bytes=extra_bytes + model.side.num_bytes + num_records * DIGEST_RECORD_BYTES,
-            chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
-            lay_out=partial(dcp_parts, num_ranks=how.world_size),
-            num_workers=num_workers,
-            memory_bytes=memory_bytes,
-        )
-        aside = [f"kept aside, the model doesn't use them: {name_some(list(names.extra))}"] if names.extra else []
-        notes = [*model.notes, *aside, *plan.notes]
-        consumer = _consumer(model.source, names, plan, located, how) if consume else None
-        if consumer:
-            notes.append(f"--consume: {len(source.manifest.files)} files of {located.path} are deleted on the way")
-        check_disk(target, plan, consumer.freed_bytes(target) if consumer else 0)
-        if dry_run:
-            return Result("import-hf", str(target), plan, False, time.monotonic() - start, tuple(notes))
 
-        def put_beside(content: Path) -> None:
-            model.side.write(content / "hf")
-            if untie:
-                notes.extend(match_config(content / "hf", None, None, untied=True))
-            _keep_extra(content / "hf", source, names)
-            write_provenance(content, _provenance(located, model, names))
+        def make_plan() -> _Planned:
+            model = open_input(located.path, cast)
+            opened.enter_context(contextlib.closing(model.source))
+            if adapter:
+                model = add_adapter(model, adapter, cast)
+                opened.enter_context(contextlib.closing(model.source))
+            return _plan(job, model)
 
-        notes += convert(
-            plan,
-            source,
-            located.path,
-            target,
-            lambda content: _open_sink(content, plan, names),
-            how,
-            before=put_beside,
-            consumer=consumer,
-            also=model.also,
-        )
-    return Result("import-hf", str(target), plan, True, time.monotonic() - start, tuple(notes))
+        guess = None if dry_run or adapter else _guess(job, opened)
+        if guess is not None:
+            planned, notes = with_head_start(guess, make_plan, _is_same_work, partial(_carry_out, job))
+        else:
+            planned = make_plan()
+            notes = [] if dry_run else _carry_out(job, planned, lambda: planned, at_once)
+        notes = [*planned.notes, *notes]
+        return Result("import-hf", str(target), planned.plan, not dry_run, time.monotonic() - start, tuple(notes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What to import, where to, and how."""
+
+    located: Located
+    target: Place
+    cast: str | None
+    chunk_bytes: int
+    untie: bool
+    keys: Sequence[str]
+    exclude: Sequence[str]
+    consume: bool
+    num_workers: int | None
+    memory_bytes: int | None
+    how: Execution
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """All that is settled before the first byte is written."""
+
+    model: ModelInput
+    names: NamePlan
+    plan: Plan
+    consumer: Consumer | None
+    notes: tuple[str, ...]
+
+
+def _plan(job: _Job, model: ModelInput) -> _Planned:
+    """Raises MismatchError when names don't fit, StorageError when the disk is too small."""
+    source = model.source
+    names = _settled(model.names, job.untie, job.keys, job.exclude)
+    names = in_order_of(names, source.manifest.tensors)
+    extra_bytes = sum(source.manifest.tensors[name].num_bytes for name in names.extra)
+    num_records = len(source.manifest.tensors) + model.side.num_files
+    plan = plan_conversion(
+        "import-hf",
+        source.manifest,
+        names,
+        str(job.target),
+        cut=cut_tensor,
+        piece_bytes=job.chunk_bytes,
+        target_prefix=MODEL_PREFIX,
+        extra_disk_bytes=extra_bytes + model.side.num_bytes + num_records * DIGEST_RECORD_BYTES,
+        chunk_overhead_bytes=CHUNK_OVERHEAD_BYTES,
+        lay_out=partial(dcp_parts, num_ranks=job.how.world_size),
+        num_workers=job.num_workers,
+        memory_bytes=job.memory_bytes,
+    )
+    aside = [f"kept aside, the model doesn't use them: {name_some(list(names.extra))}"] if names.extra else []
+    notes = [*model.notes, *aside, *plan.notes]
+    consumer = _consumer(source, names, plan, job.located, job.how) if job.consume else None
+    if consumer:
+        notes.append(f"--consume: {len(source.manifest.files)} files of {job.located.path} are deleted on the way")
+    check_disk(job.target, plan, consumer.freed_bytes(job.target) if consumer else 0)
+    return _Planned(model, names, plan, consumer, tuple(notes))
+
+
+def _guess(job: _Job, opened: contextlib.ExitStack) -> _Planned | None:
+    """The plan for a model that keeps its names, where it can be begun with before it is known to be right."""
+    is_plain = not (job.consume or job.untie or job.keys or job.exclude or job.how.ranks)
+    # What an interrupted attempt left must not go for a guess.
+    if not is_plain or is_being_written(job.target):
+        return None
+    model = guess_input(job.located.path, job.cast)
+    if model is None:
+        return None
+    opened.enter_context(contextlib.closing(model.source))
+    return _plan(job, model) if is_worth_it(model.source.manifest.num_bytes) else None
+
+
+def _is_same_work(one: _Planned, other: _Planned) -> bool:
+    return work_of(one.plan) == work_of(other.plan)
+
+
+def _carry_out(job: _Job, begun: _Planned, settled: Callable[[], _Planned], copying: Copying) -> list[str]:
+    """Copy as `begun` says. What `settled` gives is the final word on everything but the parts."""
+    tensors = {entry.fqn: entry for item in begun.plan.items for entry in item.targets}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    ties: dict[str, str] = {}
+    notes: list[str] = []
+
+    def put_beside(content: Path) -> None:
+        planned = settled()
+        names = planned.names
+        ties.update({MODEL_PREFIX + alias: MODEL_PREFIX + canonical for alias, canonical in names.ties.items()})
+        paths.update(model_paths([*tensors, *ties]))
+        planned.model.side.write(content / "hf")
+        if job.untie:
+            notes.extend(match_config(content / "hf", None, None, untied=True))
+        _keep_extra(content / "hf", planned.model.source, names)
+        write_provenance(content, _provenance(job.located, planned.model, names))
+
+    went_on = convert(
+        begun.plan,
+        begun.model.source,
+        job.located.path,
+        job.target,
+        lambda content: DcpSink(content, tensors, paths, ties),
+        dataclasses.replace(job.how, copying=copying),
+        before=put_beside,
+        consumer=begun.consumer,
+        also=begun.model.also,
+    )
+    return [*notes, *went_on]
 
 
 def _consumer(source: Source, names: NamePlan, plan: Plan, located: Located, how: Execution) -> Consumer:
@@ -184,12 +262,6 @@ def _settled(names: NamePlan, untie: bool, keys: Sequence[str], exclude: Sequenc
     kept = tuple(name for name in names.extra if is_chosen(MODEL_PREFIX + name))
     names = dataclasses.replace(names, extra=kept)
     return select_targets(names, lambda name: is_chosen(MODEL_PREFIX + name))
-
-
-def _open_sink(staging: Path, plan: Plan, names: NamePlan) -> DcpSink:
-    tensors = {entry.fqn: entry for item in plan.items for entry in item.targets}
-    ties = {MODEL_PREFIX + alias: MODEL_PREFIX + canonical for alias, canonical in names.ties.items()}
-    return DcpSink(staging, tensors, model_paths([*tensors, *ties]), ties)
 
 
 def _keep_extra(folder: Path, source: Source, names: NamePlan) -> None:

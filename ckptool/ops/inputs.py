@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 from ckptool.core.box import Box
 from ckptool.core.interfaces import Source
-from ckptool.errors import name_some
+from ckptool.errors import CkptoolError, name_some
 from ckptool.formats.gguf_file import SUFFIX as GGUF_SUFFIX
 from ckptool.formats.hf_config import CONFIG_NAME, drop_quantisation, main_dtype, quantisation_of, weights_dtype
-from ckptool.formats.hf_folder import HfSource, copy_side_files, model_folder, side_files, weight_kind
+from ckptool.formats.hf_folder import SINGLE_NAME, HfSource, copy_side_files, model_folder, side_files, weight_kind
 from ckptool.formats.meta_folder import is_meta_folder
 from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.naming.groups import NamePlan, keep_names
@@ -70,6 +70,24 @@ def open_input(path: Place, cast: str | None) -> ModelInput:
         opened = _open_folder(path, stored, cast)
         stack.pop_all()
     return opened
+
+
+def guess_input(path: Place, cast: str | None) -> ModelInput | None:
+    """What `open_input` most likely comes to for a local folder of plain safetensors, without a look at the model: all
+    tensors keep their names. None where that is unlikely, or something is wrong with the folder.
+    """
+    if not isinstance(path, Path) or not path.is_dir() or is_sharded_folder(path) or not (path / CONFIG_NAME).exists():
+        return None
+    kind = weight_kind([file.name for file in path.iterdir()])
+    try:
+        if kind is None or kind.single != SINGLE_NAME or quantisation_of(path):
+            return None
+        source = HfSource(path)
+    except CkptoolError:  # which `open_input` will say in full
+        return None
+    shapes = {name: entry.shape for name, entry in source.manifest.tensors.items()}
+    dtype = main_dtype(source.manifest.tensors.values())
+    return ModelInput(source, keep_names(shapes, cast, ""), dtype, CopiedFiles(path))
 
 
 def open_weights(path: Place) -> Stored:

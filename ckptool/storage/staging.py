@@ -174,6 +174,11 @@ def recover(target: Place) -> None:
         create_staging(target, overwrite=True).discard()
 
 
+def is_being_written(target: Place) -> bool:
+    """Whether a writer of `target` is at it, or has left something; of a store that isn't known, and taken to be so."""
+    return isinstance(target, StorePath) or os.path.lexists(staging_path(target))
+
+
 def target_of(staging: Path) -> Path:
     """The final path of what a lock folder was to become."""
     return staging.parent / staging.name.partition(STAGING_MARK)[0].removeprefix(".")
