@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from ckptool.ops.pin import pin as pin
     from ckptool.ops.plan_reads import plan_reads as plan_reads
     from ckptool.ops.prune import prune as prune
+    from ckptool.ops.push import PushTarget as PushTarget
+    from ckptool.ops.push import push as push
     from ckptool.ops.report import report as report
     from ckptool.ops.reshard import reshard as reshard
     from ckptool.ops.top import top as top
@@ -93,6 +95,7 @@ _HOMES = {
     "PendingSave": "ckptool.distributed_async",
     "Plan": "ckptool.core.plan",
     "Provenance": "ckptool.core.provenance",
+    "PushTarget": "ckptool.ops.push",
     "Result": "ckptool.core.plan",
     "SourceFile": "ckptool.storage.data_files",
     "StorageError": "ckptool.errors",
@@ -126,6 +129,7 @@ _HOMES = {
     "pin": "ckptool.ops.pin",
     "plan_reads": "ckptool.ops.plan_reads",
     "prune": "ckptool.ops.prune",
+    "push": "ckptool.ops.push",
     "rank_units": "ckptool.core.position",
     "read_config": "ckptool.naming.meta_model",
     "report": "ckptool.ops.report",
@@ -156,6 +160,7 @@ __all__ = [
     "PendingSave",
     "Plan",
     "Provenance",
+    "PushTarget",
     "Result",
     "SourceFile",
     "StorageError",
@@ -190,6 +195,7 @@ __all__ = [
     "pin",
     "plan_reads",
     "prune",
+    "push",
     "rank_units",
     "read_config",
     "report",

@@ -12,6 +12,8 @@ from ckptool.cli._options import (
     name_argument,
     root_option,
 )
+from ckptool.cli._output import message
+from ckptool.cli._push import push_options
 from ckptool.naming.dialects import dialect_names
 from ckptool.storage.files import Place
 
@@ -54,6 +56,13 @@ from ckptool.storage.files import Place
 )
 @click.option("--keys", multiple=True, metavar="GLOB", help="Only tensors whose name in the checkpoint matches.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Without tensors whose name in the checkpoint matches.")
+@click.option(
+    "--push",
+    default="",
+    metavar="REPO",
+    help="Push it to USER/NAME on the Hugging Face Hub as well, with a card that says where the weights come from.",
+)
+@push_options
 @conversion_options
 def command(
     *,
@@ -71,6 +80,10 @@ def command(
     untie: bool,
     keys: tuple[str, ...],
     exclude: tuple[str, ...],
+    push: str,
+    branch: str,
+    private: bool,
+    commit_message: str,
     root: Place | None,
     conversion: Conversion,
 ) -> None:
@@ -79,6 +92,7 @@ def command(
     NAME is a path, a name under the root (step-5000), or "latest".
     """
     from ckptool.ops.export import export
+    from ckptool.ops.push import PushTarget
 
     if adapter and merge_adapter:
         raise click.UsageError("--adapter and --merge-adapter exclude each other")
@@ -97,7 +111,11 @@ def command(
             untie=untie,
             keys=keys,
             exclude=exclude,
+            push=PushTarget(push, branch, private, commit_message) if push else None,
             root=root,
             **arguments,
         )
-    conversion.show(result, f"exported to {result.target}")
+    pushed = result.details.get("push")
+    if pushed and not result.executed and not conversion.quiet and not conversion.as_json:
+        message(f"note: {pushed['plan']}")
+    conversion.show(result, f"exported to {result.target}" + (f", pushed to {pushed['url']}" if pushed else ""))

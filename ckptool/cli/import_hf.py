@@ -22,7 +22,7 @@ from ckptool.storage.files import Place
 @click.option(
     "--local-cache",
     is_flag=True,
-    help="Download the model to the Hub's cache first. Without it the weights are read from the Hub as they are needed.",
+    help="Download the model to the Hub's cache first; else its weights are read from the Hub as they are needed.",
 )
 @dtype_option
 @click.option(

@@ -36,6 +36,11 @@ class File:
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
 
+    def described(self) -> dict[str, Any]:
+        size = len(self.content)
+        lfs = {"oid": self.sha256, "sha256": self.sha256, "size": size, "pointerSize": 134}
+        return {"size": size, "blobId": self.blob_id, **({"lfs": lfs} if self.is_lfs else {})}
+
     @property
     def mark(self) -> str:
         return self.sha256 if self.is_lfs else self.blob_id
@@ -198,7 +203,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(404, "RevisionNotFound")
             return
         sha = repo.branches.get(revision or "main", revision)
-        siblings = [{"rfilename": path} for path in sorted(files)]
+        siblings = [{"rfilename": path, **file.described()} for path, file in sorted(files.items())]
         self._json({"id": name, "sha": sha, "private": repo.private, "gated": repo.gated, "siblings": siblings})
 
     def _tree(self, body: bytes, fault: str, name: str, revision: str) -> None:
@@ -210,10 +215,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         folders = {str(parent) for path in files for parent in Path(path).parents} - {"."}
         rows: list[dict[str, Any]] = [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(folders)]
         for path, file in sorted(files.items()):
-            row: dict[str, Any] = {"type": "file", "path": path, "oid": file.blob_id, "size": len(file.content)}
-            if file.is_lfs:
-                row["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
-            rows.append(row)
+            rows.append({"type": "file", "path": path, "oid": file.blob_id, **file.described()})
         self._json(rows)
 
     def _resolve(self, body: bytes, fault: str, name: str, revision: str, path: str) -> None:
