@@ -40,11 +40,13 @@ if TYPE_CHECKING:
     from ckptool.formats.dcp_metadata import read_manifest
     from ckptool.formats.dcp_reader import StorageReader as StorageReader
     from ckptool.formats.dcp_storage_writer import StorageWriter as StorageWriter
+    from ckptool.formats.unit_layout import UnitLayout as UnitLayout
     from ckptool.naming.meta_model import read_config as read_config
     from ckptool.ops.copy import copy as copy
     from ckptool.ops.data_edit import edit as data_edit
     from ckptool.ops.data_edit import seek as data_seek
     from ckptool.ops.data_edit import skip as data_skip
+    from ckptool.ops.data_import import import_position as data_import
     from ckptool.ops.data_show import diff_positions as data_diff
     from ckptool.ops.data_show import plan_step as data_plan
     from ckptool.ops.data_show import show_position as data_show
@@ -102,6 +104,7 @@ _HOMES = {
     "StorageReader": "ckptool.formats.dcp_reader",
     "StorageWriter": "ckptool.formats.dcp_storage_writer",
     "TargetExistsError": "ckptool.errors",
+    "UnitLayout": "ckptool.formats.unit_layout",
     "UnsafeError": "ckptool.errors",
     "UnsupportedError": "ckptool.errors",
     "UsageError": "ckptool.errors",
@@ -110,6 +113,7 @@ _HOMES = {
     "copy": "ckptool.ops.copy",
     "data_diff": "ckptool.ops.data_show:diff_positions",
     "data_edit": "ckptool.ops.data_edit:edit",
+    "data_import": "ckptool.ops.data_import:import_position",
     "data_plan": "ckptool.ops.data_show:plan_step",
     "data_seek": "ckptool.ops.data_edit:seek",
     "data_show": "ckptool.ops.data_show:show_position",
@@ -167,6 +171,7 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "TargetExistsError",
+    "UnitLayout",
     "UnsafeError",
     "UnsupportedError",
     "UsageError",
@@ -176,6 +181,7 @@ __all__ = [
     "copy",
     "data_diff",
     "data_edit",
+    "data_import",
     "data_plan",
     "data_seek",
     "data_show",

@@ -145,7 +145,9 @@ def _open_token_files(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -
                 stream = TokenStream(parts)
                 found = scan_documents(stream, len(tokenizer), tokenizer.eos_token_id, spec.name)
                 fingerprint = {"tokens": content_digest(stream)}
-                write_record(staging, found if lengths is None else lengths, fingerprint, {})
+                # Where they were when they were read: `ckptool data show --text` looks there.
+                places = [[str(part.path.absolute()), part.dtype, part.offset_bytes, part.num_tokens] for part in parts]
+                write_record(staging, found if lengths is None else lengths, fingerprint, {"files": places})
                 publish(staging, folder)
     record = read_record(folder)
     return Corpus(

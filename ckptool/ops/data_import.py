@@ -29,7 +29,7 @@ SYSTEMS = tuple(ORDERS)
 
 
 @dataclass(frozen=True)
-class Definition:
+class _Definition:
     """A stream for a checkpoint that has no data position yet."""
 
     sources: tuple[DataSource, ...] = ()
@@ -54,7 +54,7 @@ class Definition:
 
     @property
     def is_empty(self) -> bool:
-        return self == Definition()
+        return self == _Definition()
 
 
 def import_position(
@@ -62,23 +62,29 @@ def import_position(
     system: str,
     *,
     states: Sequence[str] = (),
-    definition: Definition | None = None,
     world_size: int | None = None,
     batch_size: int | None = None,
     epoch: int | None = None,
+    sources: Sequence[DataSource] = (),
+    weights: Mapping[str, float] | None = None,
+    seq_len: int | None = None,
+    seed: int | None = None,
+    global_batch_size: int | None = None,
     root: Place | None = None,
     reason: str = "",
     dry_run: bool = False,
 ) -> Result:
     """Let checkpoint `name` go on where the loader of `system` stood that left `states` (default: in `name` itself).
 
-    The stream is that of the checkpoint's own data position, or `definition` when it has none. When the ranks' states
-    don't add up to one count, nothing is written, and `details["disagreements"]` says who stands where. Raises
+    `world_size`, `batch_size` (samples of one rank's batch) and `epoch` are for states that don't say them. The stream
+    is that of the checkpoint's own data position; when it has none, `sources`, `weights`, `seq_len` (tokens), `seed`
+    and `global_batch_size` (units) define it, as for `DataPosition.begin`. When the ranks' states don't add up to one
+    count, nothing is written, and `details["disagreements"]` says who stands where. Raises
     MismatchError when the system counts other things than the stream, UsageError when a number is missing, and the
     errors of `read_loader_state` and `read_position`.
     """
     path = local_path(runs.resolve(name, root), "changing the data position")
-    definition = definition or Definition()
+    definition = _Definition(tuple(sources), weights, seq_len, seed, global_batch_size)
     stored = _stored(name, root)
     if stored is not None and not definition.is_empty:
         raise UsageError(f"{path} has a data position, whose stream it keeps", hint="ckptool data edit changes it")

@@ -19,13 +19,13 @@ from ckptool.core.data_source import DataSource
 from ckptool.core.position import DataPosition
 from ckptool.errors import DamagedError, MismatchError, NotFoundError, UnsafeError, UnsupportedError, UsageError
 from ckptool.ops.data_edit import edit, seek
-from ckptool.ops.data_import import Definition, import_position
+from ckptool.ops.data_import import import_position
 from ckptool.ops.data_read import read_position
 from ckptool.ops.data_verify import verify_position
 from tests.ops.test_data import begin, save, shard_bytes, train
 
 A = DataSource("a", 100, {"tokens": "x"})
-STREAM = Definition((A,), seq_len=16, global_batch_size=8)
+STREAM = {"sources": [A], "seq_len": 16, "global_batch_size": 8}
 
 
 def foreign(path: Path, **state) -> Path:
@@ -82,7 +82,7 @@ def titan(path, batches=(12, 12, 12), step=6, num_workers=0, world_size=None):
 def test_torchtitans_ranks_add_up_to_one_count(tmp_path, num_workers):
     path = titan(tmp_path / "step-6", num_workers=num_workers)
     shards = shard_bytes(path)
-    result = import_position(str(path), "torchtitan", definition=STREAM, batch_size=2)
+    result = import_position(str(path), "torchtitan", **STREAM, batch_size=2)
     assert result.executed
     position = read_position(path).position
     assert (position.consumed, position.num_steps) == (72, 6)
@@ -96,11 +96,10 @@ def test_torchtitans_ranks_add_up_to_one_count(tmp_path, num_workers):
 
 def test_the_batch_of_torchtitan_follows_from_its_step_and_a_global_batch_that_fits(tmp_path):
     path = titan(tmp_path / "step-6")
-    definition = Definition((A,), seq_len=16, global_batch_size=12)
-    import_position(str(path), "torchtitan", definition=definition)
+    import_position(str(path), "torchtitan", **STREAM | {"global_batch_size": 12})
     assert read_position(path).position.consumed == 72
     with pytest.raises(UsageError, match="how many samples a batch"):
-        import_position(str(titan(tmp_path / "b", step=5)), "torchtitan", definition=STREAM)
+        import_position(str(titan(tmp_path / "b", step=5)), "torchtitan", **STREAM)
 
 
 def test_ranks_that_stand_at_other_places_are_listed_and_nothing_is_written(tmp_path, capsys):
@@ -121,7 +120,7 @@ def test_ranks_that_stand_at_other_places_are_listed_and_nothing_is_written(tmp_
 
 def test_a_rank_without_state_is_named(tmp_path):
     path = titan(tmp_path / "step-6", world_size=4)
-    result = import_position(str(path), "torchtitan", definition=STREAM, batch_size=2)
+    result = import_position(str(path), "torchtitan", **STREAM, batch_size=2)
     assert (result.executed, result.details["disagreements"]) == (False, ["of 4 ranks, 3 have no state"])
 
 
@@ -148,7 +147,7 @@ def torchdata_states(folder, counts, **options):
 def test_torchdatas_samples_are_those_of_all_ranks_in_the_epoch(tmp_path, options):
     path = foreign(tmp_path / "step-5")
     states = torchdata_states(tmp_path / "loaders", (5, 5), **options)
-    import_position(str(path), "torchdata", states=states, world_size=2, epoch=1, definition=STREAM)
+    import_position(str(path), "torchdata", states=states, world_size=2, epoch=1, **STREAM)
     position = read_position(path).position
     assert (position.consumed, position.unit(position.consumed).epoch) == (130, 1)
 
@@ -157,12 +156,12 @@ def test_torchdatas_states_say_nothing_of_other_ranks(tmp_path):
     path = foreign(tmp_path / "step-5")
     states = torchdata_states(tmp_path / "loaders", (5,))
     with pytest.raises(UsageError, match="1 states were found; how many ranks"):
-        import_position(str(path), "torchdata", states=states, definition=STREAM)
-    result = import_position(str(path), "torchdata", states=states, world_size=2, definition=STREAM)
+        import_position(str(path), "torchdata", states=states, **STREAM)
+    result = import_position(str(path), "torchdata", states=states, world_size=2, **STREAM)
     assert result.details["disagreements"] == ["of 2 ranks, 1 have no state"]
     late = torchdata_states(tmp_path / "late", (3,), num_workers=1, snapshot_every_n_steps=2)
     with pytest.raises(UnsupportedError, match="1 batches were given since the loader's snapshot"):
-        import_position(str(path), "torchdata", states=late, world_size=1, definition=STREAM)
+        import_position(str(path), "torchdata", states=late, world_size=1, **STREAM)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -212,19 +211,19 @@ def megatron(folder, consumed=80, name="iter_0000010/common.pt"):
 def test_megatrons_consumed_samples_are_read_without_its_classes(tmp_path):
     megatron(tmp_path / "run")
     path = foreign(tmp_path / "step-10")
-    import_position(str(path), "megatron", states=[str(tmp_path / "run")], definition=STREAM)
+    import_position(str(path), "megatron", states=[str(tmp_path / "run")], **STREAM)
     position = read_position(path).position
     assert (position.consumed, position.num_steps, position.global_batch_size) == (80, 10, 8)
-    other = Definition((A,), seq_len=32, global_batch_size=8)
+    other = STREAM | {"seq_len": 32}
     with pytest.raises(MismatchError, match="have 16 tokens, the units of this stream 32"):
-        import_position(str(foreign(tmp_path / "b")), "megatron", states=[str(tmp_path / "run")], definition=other)
+        import_position(str(foreign(tmp_path / "b")), "megatron", states=[str(tmp_path / "run")], **other)
 
 
 def test_megatrons_older_files_must_agree(tmp_path):
     path = foreign(tmp_path / "step-10")
     for rank, consumed in (("00", 80), ("01", 72)):
         megatron(tmp_path / "run", consumed, f"iter_0000010/mp_rank_{rank}/model_optim_rng.pt")
-    result = import_position(str(path), "megatron", states=[str(tmp_path / "run")], definition=STREAM)
+    result = import_position(str(path), "megatron", states=[str(tmp_path / "run")], **STREAM)
     assert result.details["disagreements"] == ["consumed train samples: 80 on rank mp_rank_00; 72 on rank mp_rank_01"]
 
 
@@ -241,7 +240,7 @@ def olmo(folder, batches=(4, 4)):
 
 def test_olmos_epochs_and_sequences(tmp_path):
     path = foreign(tmp_path / "step-16")
-    import_position(str(path), "olmo", states=[str(olmo(tmp_path / "olmo"))], definition=STREAM)
+    import_position(str(path), "olmo", states=[str(olmo(tmp_path / "olmo"))], **STREAM)
     position = read_position(path).position
     assert (position.consumed, position.unit(132).epoch, position.num_steps) == (132, 1, 16)
     result = import_position(str(path), "olmo", states=[str(olmo(tmp_path / "uneven", (4, 5)))], dry_run=True)
@@ -264,7 +263,7 @@ def test_olmos_own_loader(tmp_path):
     (tmp_path / "olmo" / "train").mkdir(parents=True)
     torch.save({"data_loader": state, "epoch": 1, "world_size": 1}, tmp_path / "olmo" / "train" / "rank0.pt")
     path = foreign(tmp_path / "step-3")
-    import_position(str(path), "olmo", states=[str(tmp_path / "olmo")], definition=STREAM)
+    import_position(str(path), "olmo", states=[str(tmp_path / "olmo")], **STREAM)
     assert read_position(path).position.consumed == 8 * state["batches_processed"]
 
 
@@ -282,7 +281,7 @@ def test_the_state_of_streaming_in_a_file_or_a_composer_checkpoint(tmp_path, for
     elif form == "pt":
         torch.save(whole, tmp_path / "ep1-rank0.pt")
         states = [str(tmp_path / "ep1-rank0.pt")]
-    import_position(str(path), "streaming", states=states, definition=STREAM)
+    import_position(str(path), "streaming", states=states, **STREAM)
     assert read_position(path).position.consumed == 124
 
 
@@ -301,7 +300,7 @@ def test_a_checkpoint_of_ours_keeps_its_stream_and_moves_in_it(tmp_path):
     seek("step-1", "epoch:1", root=tmp_path)
     assert read_position("step-1", tmp_path).position.unit(6).epoch == 1
     with pytest.raises(UsageError, match="whose stream it keeps"):
-        import_position("step-1", "streaming", root=tmp_path, definition=STREAM)
+        import_position("step-1", "streaming", root=tmp_path, **STREAM)
     edit("step-1", weights={"a": 1, "b": 1}, add_sources=(DataSource("b", 9),), root=tmp_path)
     with pytest.raises(UsageError, match="was changed before, so a count from the beginning means nothing"):
         import_position("step-1", "streaming", states=[str(tmp_path / "state.json")], root=tmp_path)
@@ -311,11 +310,11 @@ def test_counts_of_other_things_are_refused(tmp_path):
     path = foreign(tmp_path / "step-1")
     (tmp_path / "state.json").write_text(json.dumps({**STREAMING, "sample_in_epoch": 101}))
     with pytest.raises(MismatchError, match="has 101 samples and more, a has 100 units"):
-        import_position(str(path), "streaming", states=[str(tmp_path / "state.json")], definition=STREAM)
-    mixture = Definition((A, DataSource("b", 9)), {"a": 1, "b": 1}, 16, 0, 8)
+        import_position(str(path), "streaming", states=[str(tmp_path / "state.json")], **STREAM)
+    mixture = STREAM | {"sources": [A, DataSource("b", 9)], "weights": {"a": 1, "b": 1}}
     with pytest.raises(UsageError, match="it stands in epoch 1, and a mixture's sources have epochs of their own"):
         (tmp_path / "state.json").write_text(json.dumps(STREAMING))
-        import_position(str(path), "streaming", states=[str(tmp_path / "state.json")], definition=mixture)
+        import_position(str(path), "streaming", states=[str(tmp_path / "state.json")], **mixture)
 
 
 class RunsCode:
@@ -331,10 +330,10 @@ def test_a_state_that_wants_to_run_code_runs_nothing(tmp_path):
         tmp_path / "step-1", dataloader={"dp_rank_0": pickle.dumps({"_num_yielded": RunsCode(tmp_path / "x")})}
     )
     with pytest.raises(DamagedError, match="no number of batches"):
-        import_position(str(path), "torchtitan", definition=STREAM)
+        import_position(str(path), "torchtitan", **STREAM)
     torch.save({"args": RunsCode(tmp_path / "x")}, tmp_path / "common.pt")
     with pytest.raises(NotFoundError, match=r"no args\.consumed_train_samples"):
-        import_position(str(path), "megatron", states=[str(tmp_path / "common.pt")], definition=STREAM)
+        import_position(str(path), "megatron", states=[str(tmp_path / "common.pt")], **STREAM)
     assert not (tmp_path / "x").exists()
 
 
@@ -346,14 +345,14 @@ def test_files_that_are_no_state_are_named(tmp_path, content, message):
     path = foreign(tmp_path / "step-1")
     (tmp_path / "state.pt").write_bytes(content)
     with pytest.raises((DamagedError, NotFoundError, UnsafeError), match=message):
-        import_position(str(path), "streaming", states=[str(tmp_path / "state.pt")], definition=STREAM)
+        import_position(str(path), "streaming", states=[str(tmp_path / "state.pt")], **STREAM)
 
 
 @pytest.mark.parametrize("system", ["torchtitan", "torchdata", "megatron", "olmo", "streaming"])
 def test_a_checkpoint_without_such_a_state_is_named(tmp_path, system):
     path = foreign(tmp_path / "step-1")
     with pytest.raises(NotFoundError, match=str(path)):
-        import_position(str(path), system, definition=STREAM)
+        import_position(str(path), system, **STREAM)
     with pytest.raises(UsageError, match="its stream has to be defined"):
         megatron(tmp_path / "run")
         import_position(str(path), "megatron", states=[str(tmp_path / "run")])

@@ -6,16 +6,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ckptool import DataPosition, MismatchError, UnsupportedError
+from ckptool import DamagedError, DataPosition, MismatchError, UnsupportedError
 from ckptool.cli.main import run as run_command
 from ckptool.core.history import UNKNOWN, history_of
 from ckptool.core.order_v1 import unit_index
 from ckptool.ops.data_edit import write_position
 from ckptool.ops.data_show import show_position
 from ckptool.ops.data_verify import verify_position
-from tests.trainer.tiny import SEQ_LEN, read_lines, run
+from tests.trainer.tiny import SEQ_LEN, make_tokenizer, read_lines, run
+from trainer.data import UNITS, prepare
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,38 @@ def test_the_text_of_the_next_units_is_that_of_the_files(root, capsys):
     shutil.rmtree(root / ".data-cache")
     with pytest.raises(UnsupportedError, match="are not in"):
         show_position("step-3", root=root, text=True)
+
+
+@pytest.mark.parametrize("unit", ["pack", "document"])
+def test_the_text_of_packed_rows_and_of_documents_is_what_the_trainer_reads(pristine, tmp_path, unit):
+    """Inputs and the last label of each document; the trainer's own rows are the other half of the comparison."""
+    root = Path(shutil.copytree(pristine, tmp_path / "root"))
+    run(root, steps=1, unit=unit, seq_len=200)
+    facts = show_position("step-1", root=root, num_next=6, text=True).details
+    prepared = prepare((str(root / "text"),), unit, 200, root / "step-1" / "hf", root, print)
+    units = UNITS[unit](prepared[0].corpus, 200)
+    for shown in facts["next_units"]:
+        row = units.row(shown["index"])
+        ends = np.flatnonzero(row.labels == 256)
+        documents = np.split(row.inputs, ends + 1)
+        expected = "".join(make_tokenizer().decode(part.tolist()) + "<eos>" * (len(part) > 0) for part in documents)
+        assert shown["text"] == expected
+        assert shown["text"].count("says") == len(ends) == (1 if unit == "document" else shown["text"].count("<eos>"))
+    assert unit == "document" or max(shown["text"].count("<eos>") for shown in facts["next_units"]) > 1
+
+
+def test_the_text_of_token_files_is_read_where_they_lie(pristine, tmp_path):
+    root = Path(shutil.copytree(pristine, tmp_path / "root"))
+    tokens = [256 if n % 40 == 39 else n * 7 % 250 for n in range(2000)]
+    np.array(tokens, np.uint16).tofile(root / "tokens.bin")
+    run(root, steps=1, data=(f"tokens:{root / 'tokens.bin'}",))
+    facts = show_position("step-1", root=root, num_next=3, text=True).details
+    for shown in facts["next_units"]:
+        start = shown["index"] * SEQ_LEN
+        assert shown["text"] == make_tokenizer().decode(tokens[start : start + SEQ_LEN])
+    (root / "tokens.bin").rename(root / "moved.bin")
+    with pytest.raises(DamagedError, match=r"tokens.bin should hold 2000 tokens"):
+        show_position("step-1", root=root, text=True)
 
 
 def window(everything: str, index: int) -> str:

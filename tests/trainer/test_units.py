@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptool import DamagedError, UnsupportedError, UsageError
+from ckptool.formats import unit_layout
+from ckptool.formats.unit_layout import first_fit_decreasing
 from tests.trainer.tiny import make_tokenizer, run
-from trainer import packing
 from trainer.corpus import Corpus, open_corpus
-from trainer.packing import Documents, PackedRows, first_fit_decreasing
+from trainer.packing import Documents, PackedRows
 from trainer.packing_check import check_documents_apart
 from trainer.sources.spec import SourceSpec
 from trainer.sources.stream import TokenPart
@@ -42,7 +43,7 @@ def test_every_input_is_in_one_unit_with_the_token_after_it(unit, tmp_path_facto
     folder = tmp_path_factory.mktemp("corpus")
     corpus = corpus_of(folder, [*lengths, 2])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "BLOCK_DOCUMENTS", block)
+        patch.setattr(unit_layout, "BLOCK_DOCUMENTS", block)
         units = unit(corpus, seq_len)
         rows = [units.row(index) for index in range(units.num_units)]
         again = unit(corpus, seq_len)
@@ -72,7 +73,7 @@ def test_first_fit_decreasing_puts_each_item_where_it_first_fits(sizes):
 
 def test_the_golden_rows_of_packing_version_1(tmp_path):
     """A change here changes what checkpoints were trained on: it needs a new PACKING_VERSION."""
-    assert packing.PACKING_VERSION == 1
+    assert unit_layout.PACKING_VERSION == 1
     units = PackedRows(corpus_of(tmp_path, [5, 3, 9, 2, 4, 1, 20]), 8)
     rows = [units.row(index) for index in range(units.num_units)]
     assert [row.inputs.tolist() for row in rows] == [
@@ -86,7 +87,7 @@ def test_the_golden_rows_of_packing_version_1(tmp_path):
 
 
 def test_no_row_holds_documents_of_two_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "BLOCK_DOCUMENTS", 2)
+    monkeypatch.setattr(unit_layout, "BLOCK_DOCUMENTS", 2)
     units = PackedRows(corpus_of(tmp_path, [3, 3, 3, 3]), 64)
     assert [units.row(n).inputs.tolist() for n in range(units.num_units)] == [[0, 1, 3, 4], [6, 7, 9, 10]]
 

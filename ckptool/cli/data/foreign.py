@@ -72,17 +72,20 @@ def import_command(
 
     When the ranks' states don't add up to one count, they are listed, nothing is written, and it ends with 3.
     """
-    from ckptool.ops.data_import import Definition, import_position
+    from ckptool.ops.data_import import import_position
 
-    sources = tuple(read_source(path) for path in source_files)
     result = import_position(
         name,
         system,
         states=states,
-        definition=Definition(sources, weights, seq_len, seed, global_batch_size),
         world_size=world_size,
         batch_size=batch_size,
         epoch=epoch,
+        sources=[read_source(path) for path in source_files],
+        weights=weights,
+        seq_len=seq_len,
+        seed=seed,
+        global_batch_size=global_batch_size,
         root=root,
         reason=reason,
         dry_run=dry_run,
