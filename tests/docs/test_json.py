@@ -68,7 +68,7 @@ def field_faults(value: dict[str, Any], prefix: str, table: Table) -> Iterator[s
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`hf` and its import `tiny`, `step-3` and `step-8` of a run with data positions, its metrics, a `mixture`, and a loader's state."""
+    """`hf`, its import `tiny`, steps 3 and 8 of a run, its metrics, a `mixture`, and a loader's state."""
     root = tmp_path_factory.mktemp("json")
     save_folder(llama(), root / "hf")
     assert run(["import-hf", str(root / "hf"), "tiny", "--root", str(root), "-q"]) == 0
