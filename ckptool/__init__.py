@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckptool.formats.dcp_metadata import read_manifest
     from ckptool.formats.dcp_reader import StorageReader as StorageReader
     from ckptool.formats.dcp_storage_writer import StorageWriter as StorageWriter
+    from ckptool.formats.hf_folder import model_folder as model_folder
     from ckptool.formats.unit_layout import UnitLayout as UnitLayout
     from ckptool.naming.meta_model import read_config as read_config
     from ckptool.ops.copy import copy as copy
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     from ckptool.storage.data_files import files_record as files_record
     from ckptool.storage.data_files import find_source_files as find_source_files
     from ckptool.storage.digests_file import weights_digest as weights_digest
+    from ckptool.storage.files import Place as Place
+    from ckptool.storage.place import place as place
 
     open_checkpoint = read_manifest
 
@@ -95,6 +98,7 @@ _HOMES = {
     "Naming": "ckptool.core.provenance",
     "NotFoundError": "ckptool.errors",
     "PendingSave": "ckptool.distributed_async",
+    "Place": "ckptool.storage.files",
     "Plan": "ckptool.core.plan",
     "Provenance": "ckptool.core.provenance",
     "PushTarget": "ckptool.ops.push",
@@ -129,8 +133,10 @@ _HOMES = {
     "inspect": "ckptool.ops.inspect",
     "list_checkpoints": "ckptool.runs",
     "load": "ckptool.distributed",
+    "model_folder": "ckptool.formats.hf_folder",
     "open_checkpoint": "ckptool.formats.dcp_metadata:read_manifest",
     "pin": "ckptool.ops.pin",
+    "place": "ckptool.storage.place",
     "plan_reads": "ckptool.ops.plan_reads",
     "prune": "ckptool.ops.prune",
     "push": "ckptool.ops.push",
@@ -162,6 +168,7 @@ __all__ = [
     "Naming",
     "NotFoundError",
     "PendingSave",
+    "Place",
     "Plan",
     "Provenance",
     "PushTarget",
@@ -197,8 +204,10 @@ __all__ = [
     "inspect",
     "list_checkpoints",
     "load",
+    "model_folder",
     "open_checkpoint",
     "pin",
+    "place",
     "plan_reads",
     "prune",
     "push",

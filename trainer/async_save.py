@@ -13,6 +13,7 @@ from trainer.checkpoint import Origin, TrainingState
 from trainer.config import TrainConfig
 from trainer.metrics import Log
 from trainer.parallel import Ranks
+from trainer.tiers import Uploads, step_of
 
 
 @dataclass
@@ -24,7 +25,8 @@ class SaveTimes:
 
 
 class Saves:
-    """Saves a state, one checkpoint at a time. A context, which is left when the last save is on the disk.
+    """Saves a state, one checkpoint at a time. A context, which is left when the last save is on the disk, and where
+    `--upload-to` says.
 
     With `--async-save`, `state.last_saved` moves and old checkpoints go when the new one is durable, not before; the
     error of a save is raised by the next call of `collect`, `save` or `finish`.
@@ -34,13 +36,18 @@ class Saves:
         self._config, self._origin, self._ranks, self._log = config, origin, ranks, log
         self._saver = AsyncSaver() if config.async_save else None
         self._pending: PendingSave | None = None
+        self._uploads = Uploads(config, log, origin.names)
+        if ranks.rank == 0 and origin.is_resume and step_of(origin.path) >= 0:
+            self._uploads.offer(origin.path)  # the run before may have been killed on its way
         self.times = SaveTimes()
 
     def save(self, state: TrainingState) -> None:
         """Save `state`, at least as far that training can go on. All ranks take part."""
         with self._stalled():
             self._finish(state)
-            self._pending = checkpoint.save(state, self._origin, self._config, self._ranks, self._log, self._saver)
+            self._pending = checkpoint.save(
+                state, self._origin, self._config, self._ranks, self._log, self._uploads, self._saver
+            )
         if self._saver is None:
             self.times.durable_seconds = self.times.stall_seconds
 
@@ -78,5 +85,10 @@ class Saves:
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> None:
-        if self._saver is not None:
-            self._saver.__exit__(kind, *error)
+        try:
+            if self._saver is not None:
+                self._saver.__exit__(kind, *error)
+            if kind is None:
+                self._uploads.finish()
+        finally:
+            self._uploads.close()

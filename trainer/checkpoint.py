@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import re
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +24,7 @@ from ckptool import (
     MismatchError,
     NotFoundError,
     PendingSave,
+    Place,
     Provenance,
     TargetExistsError,
     UsageError,
@@ -35,6 +35,7 @@ from trainer.metrics import Log
 from trainer.model import model_state, named_parameters
 from trainer.optimizer import optimizer_state, restore_groups
 from trainer.parallel import Ranks
+from trainer.tiers import Uploads, later_steps, newest, step_of, step_path
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,23 @@ class Origin:
     """The checkpoint that a run resumes or begins from. `passed_over` gives newer ones and what is wrong with each;
     `base` is where the weights under an adapter are, None without one, and `adapter` what provenance says of it."""
 
-    path: Path
+    path: Place
     is_resume: bool
     provenance: Provenance
     stored_dtypes: tuple[str, ...]
     passed_over: tuple[tuple[str, str], ...] = ()
-    base: Path | None = None
+    base: Place | None = None
     adapter: dict[str, Any] = field(default_factory=dict)
 
     @property
     def hf_folder(self) -> Path:
-        return self.path / "hf"
+        """A local folder with what is beside the weights: the checkpoint's own, or copies of what a URL has."""
+        return _hf_folder(self.path)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the run needs as long as it goes on: every save copies the side files, an adapter has its base."""
+        return tuple(path.name for path in (self.path, self.base) if path)
 
     def describe(self) -> list[str]:
         lines = [f"passed over {name}: {reason}" for name, reason in self.passed_over]
@@ -73,7 +80,7 @@ class TrainingState:
     fed: Fed = field(default_factory=lambda: Fed(0))
     step: int = 0
     lanes: dict[str, dict[str, str]] = field(default_factory=dict)
-    last_saved: Path | None = None
+    last_saved: Place | None = None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The trained parameters by checkpoint name, a tied one once."""
@@ -123,13 +130,13 @@ def find_origin(config: TrainConfig) -> Origin:
         origin = replace(origin, base=base, adapter=adapter.record(base))
     free_again = {name for name, _ in origin.passed_over}
     first = origin.provenance.step if origin.is_resume else 0
-    taken = [path.name for path in config.root.glob("step-*") if _step_of(path) > first]
-    taken = sorted((name for name in taken if name not in free_again), key=lambda name: _step_of(Path(name)))
-    if taken:
-        raise TargetExistsError(
-            f"{config.root / taken[0]} exists, and this run begins at step {first}",
-            hint="--resume auto goes on from the newest; or choose another --root",
-        )
+    for root in config.places:
+        taken = [name for name in later_steps(root, first) if name not in free_again]
+        if taken:
+            raise TargetExistsError(
+                f"{ckptool.place(str(root)) / taken[0]} exists, and this run begins at step {first}",
+                hint="--resume auto goes on from the newest; or choose another --root",
+            )
     return origin
 
 
@@ -155,7 +162,7 @@ def _adapter_of(config: TrainConfig, origin: Origin) -> Adapter | None:
     return adapter
 
 
-def _base_of(adapter: Adapter, config: TrainConfig, origin: Origin) -> Path:
+def _base_of(adapter: Adapter, config: TrainConfig, origin: Origin) -> Place:
     """The checkpoint whose weights the adapter is trained on. Raises MismatchError when it was trained on others."""
     stored = origin.provenance.adapter
     if not origin.is_resume:
@@ -163,21 +170,18 @@ def _base_of(adapter: Adapter, config: TrainConfig, origin: Origin) -> Path:
             adapter.check_imported(stored, origin.path)
         return origin.path
     adapter.check_same(stored, origin.path)
-    base = _local(ckptool.resolve(config.init_from or str(stored.get("base")), config.root))
+    base = _resolve(config.init_from or str(stored.get("base")), config)
     adapter.check_base(stored, base)
     return base
 
 
-def _local(path: object) -> Path:
-    if not isinstance(path, Path):
-        raise UsageError(f"{path}: the trainer reads local folders", hint="ckptool copy brings a checkpoint here")
-    return path
+@functools.cache
+def _hf_folder(checkpoint: Place) -> Path:
+    return ckptool.model_folder(checkpoint / "hf")
 
 
-def _step_of(path: Path) -> int:
-    """N of a folder `step-N`; -1 for any other name."""
-    match = re.fullmatch(r"step-(\d+)", path.name)
-    return int(match[1]) if match else -1
+def _resolve(name: str, config: TrainConfig) -> Place:
+    return ckptool.resolve(name, ckptool.place(str(config.root)))
 
 
 def _resumed(config: TrainConfig) -> Origin | None:
@@ -185,19 +189,19 @@ def _resumed(config: TrainConfig) -> Origin | None:
     begins only where no later step is, so what is there now is its own."""
     asked = None
     if config.resume not in ("auto", "never"):
-        asked = _open(_local(ckptool.resolve(config.resume, config.root)), is_resume=True)
+        asked = _open(_resolve(config.resume, config), is_resume=True)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if not is_restart and config.resume != "auto":
         return asked
-    latest = ckptool.find_latest(config.root)
-    if latest is not None and (asked is None or _step_of(_local(latest.path)) > asked.provenance.step):
-        return _open(_local(latest.path), is_resume=True, passed_over=tuple(latest.passed_over))
+    latest, broken = newest(config)
+    if latest is not None and (asked is None or step_of(latest) > asked.provenance.step):
+        return _open(latest, is_resume=True, passed_over=broken)
     if config.resume != "auto":
         return asked
-    broken = [s for s in ckptool.list_checkpoints(config.root) if _step_of(_local(s.path)) >= 0]
     if broken:
         raise DamagedError(
-            f"no checkpoint under {config.root} is complete: {'; '.join(f'{s.name}: {s.reason}' for s in broken[-3:])}",
+            f"no checkpoint under {ckptool.place(str(config.root))} is complete: "
+            + "; ".join(f"{name}: {reason}" for name, reason in broken[-3:]),
             hint="to begin anew, move them away or choose another --root",
         )
     return None
@@ -206,13 +210,13 @@ def _resumed(config: TrainConfig) -> Origin | None:
 def _initial(config: TrainConfig) -> Origin:
     if config.init_from is None:
         raise NotFoundError(
-            f"nothing to resume under {config.root}, and no --init-from",
+            f"nothing to resume under {ckptool.place(str(config.root))}, and no --init-from",
             hint="ckptool import-hf MODEL, then --init-from with its name",
         )
-    return _open(_local(ckptool.resolve(config.init_from, config.root)), is_resume=False)
+    return _open(_resolve(config.init_from, config), is_resume=False)
 
 
-def _open(path: Path, is_resume: bool, passed_over: tuple[tuple[str, str], ...] = ()) -> Origin:
+def _open(path: Place, is_resume: bool, passed_over: tuple[tuple[str, str], ...] = ()) -> Origin:
     manifest = ckptool.open_checkpoint(path)
     weights = [tensor for fqn, tensor in manifest.tensors.items() if fqn.startswith("model.")]
     if not weights:
@@ -223,7 +227,7 @@ def _open(path: Path, is_resume: bool, passed_over: tuple[tuple[str, str], ...] 
     trained = [t for t in weights if is_adapter_name(t.fqn) or not provenance.adapter]
     dtypes = tuple(sorted({t.dtype for t in trained if getattr(torch, t.dtype).is_floating_point}))
     if not provenance.adapter.get("base"):  # else the config is of the base, which was held against it
-        ckptool.read_config(path / "hf", len(weights), sum(tensor.num_bytes for tensor in weights))
+        ckptool.read_config(_hf_folder(path), len(weights), sum(tensor.num_bytes for tensor in weights))
     return Origin(path, is_resume, provenance, dtypes, passed_over)
 
 
@@ -279,7 +283,7 @@ def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: s
     state.step = step
 
 
-def _stored_lanes(path: Path) -> dict[str, dict[str, str]]:
+def _stored_lanes(path: Place) -> dict[str, dict[str, str]]:
     """The names of the lanes' states in a checkpoint, by source, as a template to load them into."""
     lanes: dict[str, dict[str, str]] = {}
     for fqn in ckptool.open_checkpoint(path).objects:
@@ -290,10 +294,17 @@ def _stored_lanes(path: Path) -> dict[str, dict[str, str]]:
 
 
 def save(
-    state: TrainingState, origin: Origin, config: TrainConfig, ranks: Ranks, log: Log, saver: AsyncSaver | None = None
+    state: TrainingState,
+    origin: Origin,
+    config: TrainConfig,
+    ranks: Ranks,
+    log: Log,
+    uploads: Uploads,
+    saver: AsyncSaver | None = None,
 ) -> PendingSave | None:
-    """Publish `step-N` under the root, and prune; with a `saver`, beside the training. All ranks take part."""
-    target = config.root / f"step-{state.step}"
+    """Publish `step-N` under the root, upload it, and prune; with a `saver`, beside the training. All ranks take
+    part."""
+    target = step_path(config.root, state.step)
     ranks.from_rank0(lambda: _clear_way(target, origin, log))
     state.position = state.position.with_history(ranks.gather_data(state.fed))
     state.fed = Fed(state.position.consumed)
@@ -315,27 +326,32 @@ def save(
         "ties": {f"model.{alias}": f"model.{canonical}" for alias, canonical in ties.items()},
         "side_folder": _side_folder(state, origin),
         "position": state.position,
+        "overwrite": _may_replace(target, origin),
     }
+
+    def on_durable() -> None:
+        uploads.offer(target)
+        _prune(config, origin, uploads, log)
+
     if saver is not None:
         # Between here and the next update only buffers could change.
         has_buffers = bool(stored["model"].keys() - state.parameters().keys())
-        prune = functools.partial(_prune, config, origin, log)
-        return saver.save(stored, target, **what, wait_for_copy=has_buffers, then=prune)
+        return saver.save(stored, target, **what, wait_for_copy=has_buffers, then=on_durable)
     ckptool.save(stored, target, **what)
     state.last_saved = target
     if ranks.rank == 0:
-        _prune(config, origin, log)
+        on_durable()
     return None
 
 
-def _prune(config: TrainConfig, origin: Origin, log: Log) -> None:
+def _prune(config: TrainConfig, origin: Origin, uploads: Uploads, log: Log) -> None:
     """Remove what the run doesn't keep, now that a newer checkpoint is on the disk. Never a reason to stop training."""
     if not (config.keep_last or config.keep_every):
         return
-    # Every save copies the side files of the origin, and adapters need their base: these stay.
-    in_use = tuple(path.name for path in (origin.path, origin.base) if path)
+    in_use = (*origin.names, *uploads.in_use)
+    root = ckptool.place(str(config.root))
     try:
-        result = ckptool.prune(config.root, keep_last=config.keep_last, keep_every=config.keep_every, in_use=in_use)
+        result = ckptool.prune(root, keep_last=config.keep_last, keep_every=config.keep_every, in_use=in_use)
     except CkptoolError as error:
         log.say(f"old checkpoints were not removed: {error}")
         return
@@ -346,13 +362,18 @@ def _prune(config: TrainConfig, origin: Origin, log: Log) -> None:
 def _side_folder(state: TrainingState, origin: Origin) -> Path:
     """The origin's `hf/`; the last save's when somebody has removed the origin since."""
     if state.last_saved is not None and not origin.hf_folder.is_dir():
-        return state.last_saved / "hf"
+        return _hf_folder(state.last_saved)
     return origin.hf_folder
 
 
-def _clear_way(target: Path, origin: Origin, log: Log) -> None:
+def _may_replace(target: Place, origin: Origin) -> bool:
+    """True for a URL at which there is one that was passed over: a store can't move it aside."""
+    return not isinstance(target, Path) and target.name in dict(origin.passed_over)
+
+
+def _clear_way(target: Place, origin: Origin, log: Log) -> None:
     """Move aside a damaged checkpoint that was passed over and now has the name of a new one. Nothing is deleted."""
-    if target.name in {name for name, _ in origin.passed_over} and target.exists():
+    if isinstance(target, Path) and target.name in dict(origin.passed_over) and target.exists():
         names = (
             f"{target.name}.damaged{number}" for number in itertools.chain([""], map("-{}".format, itertools.count(2)))
         )

@@ -23,6 +23,16 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
     return path
 
 
+def _root(value: str | Path) -> Path | str:
+    """A folder as a Path, a URL as it is."""
+    text = str(value).removeprefix("file://")
+    if "://" in text:
+        return text
+    if Path(text).is_file():
+        raise click.BadParameter(f"Directory {text!r} is a file.")
+    return Path(text)
+
+
 def _option(name: str, help: str, **settings: Any) -> Any:
     settings.setdefault("show_default", True)
     return click.option(name, help=help, **settings)
@@ -114,12 +124,27 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option(
     "--root",
-    "Folder of checkpoints, metrics and the token cache.",
-    type=click.Path(file_okay=False, path_type=Path),
+    "Folder of checkpoints, metrics and the token cache; or a URL, for the checkpoints alone.",
+    callback=lambda ctx, param, value: _root(value),
+    metavar="FOLDER|URL",
     envvar="CKPTOOL_ROOT",
     show_envvar=True,
+    default="ckpt",
+)
+@_option(
+    "--work-dir",
+    "With a URL for --root: the folder of metrics and the token cache, which all nodes share.",
+    type=click.Path(file_okay=False, path_type=Path),
     default=Path("ckpt"),
 )
+@_option(
+    "--upload-to",
+    "Bring each checkpoint from the root to this place too, a URL or a folder, beside the training; --resume auto goes "
+    "on from the newest in either, and --keep-last and --keep-every prune both.",
+    metavar="URL",
+    default="",
+)
+@_option("--upload-mb-per-s", "MB/s that --upload-to may use; 0 is no limit.", type=click.FloatRange(0), default=0)
 @_option(
     "--resume",
     "auto: the newest complete step-N under the root, else --init-from. never: begin at --init-from. "

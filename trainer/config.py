@@ -17,7 +17,10 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The options of `python -m trainer`, by the same names; `cli.py` has their defaults and their meaning."""
+    """The options of `python -m trainer`, by the same names; `cli.py` has their defaults and their meaning.
+
+    A `root` that is a URL is a str.
+    """
 
     init_from: str | None
     data: tuple[str, ...]
@@ -38,7 +41,10 @@ class TrainConfig:
     async_save: bool
     keep_last: int
     keep_every: int
-    root: Path
+    root: Path | str
+    work_dir: Path
+    upload_to: str
+    upload_mb_per_s: float
     resume: str
     seed: int
     accept_data_change: str
@@ -65,6 +71,16 @@ class TrainConfig:
     compute_dtype: str
     log_samples: bool
 
+    @property
+    def work(self) -> Path:
+        """The folder of all that is no checkpoint: metrics, token cache, traces, notes of failures."""
+        return self.root if isinstance(self.root, Path) else self.work_dir
+
+    @property
+    def places(self) -> list[Path | str]:
+        """Where checkpoints of the run are, the quickest first."""
+        return [self.root, self.upload_to] if self.upload_to else [self.root]
+
     def check(self, num_data_ranks: int) -> None:
         """Raises UsageError for values that can't mean a run on ranks that share the data in `num_data_ranks` parts."""
         for name, value in vars(self).items():
@@ -72,6 +88,10 @@ class TrainConfig:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is no number to train with")
         if parse_profile(self.profile)[0] > self.steps:
             raise UsageError(f"--profile {self.profile} begins after the last step, {self.steps}")
+        if self.upload_to and not isinstance(self.root, Path):
+            raise UsageError("--upload-to brings checkpoints from a local --root to another place, and --root is a URL")
+        if self.upload_mb_per_s and not self.upload_to:
+            raise UsageError("--upload-mb-per-s says nothing without --upload-to")
         parse_boards(self.log_to)
         if not self.data:
             raise UsageError("no training data", hint="--data PATH, or data = [...] in the --config file")

@@ -29,7 +29,7 @@ class HeldOut:
         if not config.eval_data:
             return None
         prepared = ranks.from_rank0(
-            lambda: prepare(config.eval_data, config.unit, config.seq_len, hf_folder, config.root, log.say)
+            lambda: prepare(config.eval_data, config.unit, config.seq_len, hf_folder, config.work, log.say)
         )
         if any(source.corpus is None for source in prepared):
             raise UsageError("--eval-data can't be a stream or a loader", hint="save a part of it to a file")

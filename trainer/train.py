@@ -65,19 +65,19 @@ def train(config: TrainConfig) -> None:
     with contextlib.ExitStack() as context:
         stop = context.enter_context(StopSignals())
         ranks = context.enter_context(parallel.joined_ranks(config.device, config.dp_replicate, config.tp))
-        log, watch = Log(config.root, ranks.rank), Stopwatch()
-        context.enter_context(Watchdog(ranks, watch, stop, config.root / "failures", config.hang_minutes * 60))
+        log, watch = Log(config.work, ranks.rank), Stopwatch()
+        context.enter_context(Watchdog(ranks, watch, stop, config.work / "failures", config.hang_minutes * 60))
         config.check(ranks.num_data_ranks)
         if config.deterministic:
             parallel.make_deterministic()
-        check_shared_root(config.root, ranks)
+        check_shared_root(config.work, ranks)
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():
             log.say(line)
         advice = MemoryAdvice(config, origin.hf_folder, ranks.world_size, ranks.device)
         context.enter_context(advice.when_out_of_memory(watch))
         prepared = ranks.from_rank0(
-            lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.root, log.say)
+            lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.work, log.say)
         )
         data = open_data(prepared, config.unit, config.seq_len, origin.hf_folder, ranks.data_rank, ranks.num_data_ranks)
         held_out = HeldOut.open(config, origin.hf_folder, ranks, log)
@@ -110,7 +110,7 @@ def run_steps(run: Run) -> None:
     saved_at = time.monotonic()
     num_skipped = 0
     flops, peak = flops_per_token(state.model, state.model.config, config.seq_len), peak_flops(ranks.device)
-    profile = Profile(*parse_profile(config.profile), config.root / "profile", ranks, log)
+    profile = Profile(*parse_profile(config.profile), config.work / "profile", ranks, log)
     (must_stop,) = ranks.sum(bool(run.stop.received))
     while state.step < config.steps and not must_stop:
         began = time.perf_counter()

@@ -66,14 +66,20 @@ def s3_endpoint() -> Iterator[str]:
 
 
 @pytest.fixture
-def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[fsspec.AbstractFileSystem]:
-    """A client of it, with an empty bucket `bucket`; the environment has what ckptool needs to reach it."""
-    for name, value in {
+def s3_environment(s3_endpoint: str) -> dict[str, str]:
+    """What ckptool needs to reach it, for processes that were forked before."""
+    return {
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ENDPOINT_URL": s3_endpoint,
-    }.items():
+    }
+
+
+@pytest.fixture
+def s3(s3_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[fsspec.AbstractFileSystem]:
+    """A client of it, with an empty bucket `bucket`."""
+    for name, value in s3_environment.items():
         monkeypatch.setenv(name, value)
     filesystem = fsspec.filesystem("s3", skip_instance_cache=True)
     filesystem.mkdir("bucket")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
+
 import fsspec
 import pytest
 import torch
@@ -23,6 +27,12 @@ def state(fill: float) -> dict:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     whole = torch.arange(60.0).reshape(20, 3) + fill
     return {"model": {"w": distribute_tensor(whole, mesh, [Shard(0)]), "b": torch.ones(4) * fill}, "step": 3}
+
+
+def at_s3(rank: int, environment: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """Ranks are forked from a server that may not have the environment."""
+    os.environ.update(environment)
+    return function(rank, *args)
 
 
 def save(rank: int, mode: str, fill: float, overwrite: bool) -> None:
@@ -74,22 +84,22 @@ def fail_on_one_rank(rank: int) -> tuple[str, bool]:
     return said, has_marker
 
 
-def test_two_ranks_save_and_three_load(s3: S3) -> None:
-    run_ranks(2, save, "async", 1.0, False)
+def test_two_ranks_save_and_three_load(s3: S3, s3_environment: dict[str, str]) -> None:
+    run_ranks(2, at_s3, s3_environment, save, "async", 1.0, False)
     assert ckptool.verify(URL, level="content").exit_code == 0
     files = {path.removeprefix("bucket/runs/step-3/") for path in s3.find("bucket/runs/step-3")}
     assert {".metadata", "digests.json", "ckptool.json"} <= files
     assert {file[:3] for file in files if file.endswith(".distcp")} == {"__0", "__1"}
     assert not any(file.startswith(".ckptool-upload") for file in files)
-    assert run_ranks(3, load) == [(1.0, 1.0)] * 3
+    assert run_ranks(3, at_s3, s3_environment, load) == [(1.0, 1.0)] * 3
 
 
-def test_a_save_replaces_another_on_demand_only(s3: S3) -> None:
-    assert run_ranks(2, save_again) == [(f"{URL} already exists", (2.0, 2.0))] * 2
+def test_a_save_replaces_another_on_demand_only(s3: S3, s3_environment: dict[str, str]) -> None:
+    assert run_ranks(2, at_s3, s3_environment, save_again) == [(f"{URL} already exists", (2.0, 2.0))] * 2
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_no_marker(s3: S3) -> None:
-    assert run_ranks(2, fail_on_one_rank) == [("StorageError: rank 1: no more", False)] * 2
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_no_marker(s3: S3, s3_environment: dict[str, str]) -> None:
+    assert run_ranks(2, at_s3, s3_environment, fail_on_one_rank) == [("StorageError: rank 1: no more", False)] * 2
     assert ckptool.verify(URL).exit_code == 0
 
 

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -57,10 +57,19 @@ def free_port() -> int:
 
 
 def start_ranks(
-    num_ranks: int, root: Path, arguments: list[str], fault: tuple[str, int, int] | None = None
+    num_ranks: int,
+    root: Path,
+    arguments: list[str],
+    fault: tuple[str, int, int] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[RankProcess]:
     """Start `python -m trainer ARGUMENTS` on so many ranks; `fault` is what `mortal.arm` takes."""
-    common = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {
+        **(environment or {}),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     life = sum(1 for _ in root.glob("said-*-0.txt"))
     return [
         RankProcess(

@@ -19,6 +19,7 @@ from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
 from trainer import checkpoint, parallel
 from trainer.build import build_state
 from trainer.metrics import Log
+from trainer.tiers import Uploads
 
 MEASURED = ("tokens_per_second", "step_seconds", "max_memory_bytes", "checkpoint_seconds", "checkpoint_stall_seconds")
 MEASURED += ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
@@ -91,7 +92,7 @@ def test_a_save_before_the_first_step_leaves_the_optimizer_untouched(root):
         state = build_state(config, ranks, origin, position)
         checkpoint.load_weights(state, origin, log)
         before = {name: p.full_tensor().clone() for name, p in state.parameters().items()}
-        checkpoint.save(state, origin, config, ranks, log)
+        checkpoint.save(state, origin, config, ranks, log, Uploads(config, log, ()))
         for name, parameter in state.parameters().items():
             assert torch.equal(parameter.full_tensor(), before[name])
             assert state.optimizer.state[parameter]["step"] == 0
