@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
+SAMPLE_INTERVAL_SECONDS = 0.1
+
 
 @dataclass(frozen=True)
 class Usage:
-    """One run. `peak_bytes` is the largest resident set, mapped file pages included."""
+    """One run, of a process and those that it starts. `peak_bytes` is the most memory that they held together, mapped
+    file pages included: a single process's resident set, pages that several share counted once."""
 
     name: str
     wall_seconds: float
@@ -29,12 +36,34 @@ def run(name: str, command: Sequence[str]) -> Usage:
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
+    samples = [0]
+    sampler = threading.Thread(target=_sample, args=(process.pid, samples), daemon=True)
+    sampler.start()
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     wall_seconds = time.monotonic() - start
+    sampler.join()
     if status:
         raise RuntimeError(f"{name} failed with status {status}:\n{output.decode(errors='replace')[-3000:]}")
-    return Usage(name, wall_seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    peak_bytes = max(usage.ru_maxrss * 1024, *samples)
+    return Usage(name, wall_seconds, usage.ru_utime + usage.ru_stime, peak_bytes)
+
+
+def _sample(pid: int, samples: list[int]) -> None:
+    """Every now and then, where there is more than one process: the sum of their proportional set sizes (proc(5))."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if children := process.children(recursive=True):
+                samples.append(sum(_proportional_bytes(each) for each in [process, *children]))
+            time.sleep(SAMPLE_INTERVAL_SECONDS)
+
+
+def _proportional_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except psutil.Error:  # it has just ended
+        return 0
 
 
 def in_turns(
