@@ -86,6 +86,7 @@ def picture(result: Result) -> list[str]:
         ("", curve(facts["losses"], _CURVE_WIDTH)),
         ("speed", _speed(facts)),
         ("phases", _phases(facts)),
+        ("ranks", _ranks(facts)),
         ("memory", size(facts["max_memory_bytes"]) if facts["max_memory_bytes"] is not None else "-"),
         ("checkpoint", _checkpoint(facts)),
         ("job", _job(facts)),
@@ -123,7 +124,25 @@ def _speed(facts: Any) -> str:
     rate, seconds = facts["tokens_per_second"], facts["step_seconds"]
     known = [f"{rate:,.0f} tokens/s"] if rate is not None else []
     known += [f"{seconds:.3g} s a step"] if seconds is not None else []
+    known += [f"MFU {facts['mfu']:.1%}"] if facts["mfu"] is not None else []
     return ", ".join(known) or "-"
+
+
+def _ranks(facts: Any) -> str:
+    """What the ranks do without waiting for each other, and those that make the others wait."""
+    found = facts["ranks"]
+    if found is None:
+        return "-"
+    data, probe = found["data_seconds"], found["probe_seconds"]
+    names = ", ".join(str(rank) for rank in found["behind"][:8])
+    more = ", ..." if len(found["behind"]) > 8 else ""
+    behind = f"; BEHIND: {names}{more}" if names else ""
+    return f"data {_span(data, 1, 's')}, product {_span(probe, 1000, 'ms')}{behind}"
+
+
+def _span(seconds: Sequence[float], factor: float, unit: str) -> str:
+    low, high = (f"{factor * bound:.2g}" for bound in (min(seconds), max(seconds)))
+    return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
 def _phases(facts: Any) -> str:

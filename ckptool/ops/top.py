@@ -10,7 +10,7 @@ from typing import Any
 from ckptool import runs
 from ckptool.core.plan import Result
 from ckptool.errors import NotFoundError
-from ckptool.ops.report.steps import PHASES, Step, Steps
+from ckptool.ops.report.steps import ALONE, PHASES, Step, Steps
 from ckptool.storage.files import Place, os_errors
 from ckptool.storage.metrics_file import METRICS_FILE, MetricsTail
 from ckptool.storage.place import local_path
@@ -22,6 +22,9 @@ NUM_LOSSES = 500
 #: A run is quiet when nothing was written for this many times the usual step, and at least a minute.
 _QUIET_STEPS = 10
 _QUIET_SECONDS = 60.0
+#: A rank is behind when it takes so many times the median for what it does alone, and the step is longer for it.
+_BEHIND_FACTOR = 1.5
+_MIN_SHARE_OF_STEP = 0.05
 
 
 class Watch:
@@ -69,6 +72,8 @@ class Watch:
             "step_seconds": step_seconds,
             "phases": {name: _median(step.phases[i] for step in window) for i, name in enumerate(PHASES)},
             "checkpoint_seconds": saves[-1] if saves else None,
+            "mfu": _median(step.mfu for step in window),
+            "ranks": _ranks(window),
             "max_memory_bytes": last.max_memory_bytes if last else None,
             "world_size": attempts[-1].world_size if attempts else None,
             "num_attempts": len(attempts),
@@ -116,3 +121,22 @@ def _median(numbers: Iterable[float | None]) -> float | None:
 
 def _last(steps: list[Step], value: Callable[[Step], float | None]) -> float | None:
     return next((found for step in reversed(steps) if (found := value(step)) is not None), None)
+
+
+def _ranks(window: list[Step]) -> dict[str, Any] | None:
+    """The last measurement of what each rank did alone, and which ranks are behind; None when there was none."""
+    measured = next((step for step in reversed(window) if step.ranks), None)
+    if measured is None or measured.ranks is None:
+        return None
+    behind = set()
+    for name in ALONE:
+        took = measured.ranks[name]
+        median = statistics.median(took)
+        # A slow product is a slow rank, however short it is; data that is read in no time is not.
+        least = 0.0 if name == "probe" else _MIN_SHARE_OF_STEP * (measured.step_seconds or 0.0)
+        behind |= {rank for rank, seconds in enumerate(took) if seconds > max(_BEHIND_FACTOR * median, median + least)}
+    return {
+        "step": measured.step,
+        **{f"{name}_seconds": measured.ranks[name] for name in ALONE},
+        "behind": sorted(behind),
+    }

@@ -20,6 +20,7 @@ def run_root(tmp_path: Path) -> Path:
     records = [
         {"step": step, "loss": 8.0 / step, "lr": 0.001, "grad_norm": 1.5, "step_seconds": 0.5, "tokens_per_second": 1e6}
         | {"attempt": "a", "world_size": 8, "consumed": step * 4, "max_memory_bytes": 7 * 10**10, "data_seconds": 0.01}
+        | {"mfu": 0.4567, "rank_data_seconds": [0.01] * 7 + [0.2], "rank_probe_seconds": [0.002, 0.001] + [0.001] * 6}
         for step in range(1, 101)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -34,8 +35,9 @@ def test_a_picture_fits_80_columns(run_root: Path, capsys: pytest.CaptureFixture
         "  step       100 of 20,000, 3 h left, data position 400",
         "  loss       0.08  grad norm 1.5  lr 0.001",
         "             █▄▃" + "▂" * 5 + "▁" * 42,
-        "  speed      1,000,000 tokens/s, 0.5 s a step",
+        "  speed      1,000,000 tokens/s, 0.5 s a step, MFU 45.7%",
         "  phases     data 0.01 s",
+        "  ranks      data 0.01 to 0.2 s, product 1 to 2 ms; BEHIND: 0, 7",
         "  memory     70.0 GB",
         "  checkpoint none is complete yet",
         "  job        8 ranks",

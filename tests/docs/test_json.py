@@ -79,6 +79,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     streaming = {"epoch": 0, "sample_in_epoch": 6}
     (root / "streaming.json").write_text(json.dumps(streaming))
     record = {"step": 8, "loss": 1.5, "attempt": "a", "world_size": 2, "step_seconds": 0.5, "data_seconds": 0.1}
+    record |= {"mfu": 0.5, "rank_data_seconds": [0.1, 0.2], "rank_probe_seconds": [0.001, 0.002]}
     (root / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     return root
 

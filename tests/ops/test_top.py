@@ -31,6 +31,20 @@ def test_a_look_tells_step_speed_and_time_left(tmp_path: Path) -> None:
     assert not facts["quiet"]
 
 
+def test_the_last_measurement_of_the_ranks_tells_who_is_behind(tmp_path: Path) -> None:
+    write(tmp_path, 1, rank_data_seconds=[0.5, 0.5], rank_probe_seconds=[0.1, 0.1])
+    write(tmp_path, 2, rank_data_seconds=[0.01, 0.01, 0.05, 0.4], rank_probe_seconds=[0.1, 0.3, 0.1, 0.1], mfu=0.5)
+    write(tmp_path, 3, rank_data_seconds=[0.01, None], rank_probe_seconds="no list", mfu=0.7)
+    facts = top(tmp_path).details
+    assert facts["mfu"] == 0.6
+    assert facts["ranks"] == {
+        "step": 2,
+        "data_seconds": [0.01, 0.01, 0.05, 0.4],
+        "probe_seconds": [0.1, 0.3, 0.1, 0.1],
+        "behind": [1, 3],
+    }
+
+
 def test_saving_counts_into_the_time_left(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3)
     write(tmp_path, 4, checkpoint_seconds=4.0)

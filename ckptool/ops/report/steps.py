@@ -12,7 +12,8 @@ from typing import Any
 class Step:
     """One trained step; None where the record has no such number, or one that is not finite.
 
-    `phases` are rank 0's seconds for data, forward and backward, optimizer; `consumed` counts units of data.
+    `phases` are rank 0's seconds for data, forward and backward, optimizer; `consumed` counts units of data. `ranks`
+    are the seconds of each rank for what it did without waiting for others, by the names of ALONE, where measured.
     """
 
     step: int
@@ -27,6 +28,8 @@ class Step:
     max_memory_bytes: int | None
     skipped: bool
     phases: tuple[float | None, ...]
+    mfu: float | None = None
+    ranks: dict[str, list[float]] | None = None
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Attempt:
 
 
 PHASES = ("data", "forward_backward", "optimizer")
+#: What a rank does without waiting for others: reading data, and a small matrix product of fixed size.
+ALONE = ("data", "probe")
 
 
 @dataclass
@@ -89,7 +94,23 @@ def _step(record: Mapping[str, Any]) -> Step:
         max_memory_bytes=_integer(record, "max_memory_bytes"),
         skipped=record.get("skipped") is True,
         phases=tuple(_number(record, f"{phase}_seconds") for phase in PHASES),
+        mfu=_number(record, "mfu"),
+        ranks=_ranks(record),
     )
+
+
+def _ranks(record: Mapping[str, Any]) -> dict[str, list[float]] | None:
+    """As many finite numbers of each kind, or None."""
+    lists = {name: record.get(f"rank_{name}_seconds") for name in ALONE}
+    found: dict[str, list[float]] = {}
+    for name, values in lists.items():
+        if not isinstance(values, list) or not values:
+            return None
+        numbers = [_number({name: value}, name) for value in values]
+        found[name] = [number for number in numbers if number is not None]
+        if len(found[name]) < len(values):
+            return None
+    return found if len({len(numbers) for numbers in found.values()}) == 1 else None
 
 
 def _number(record: Mapping[str, Any], name: str) -> float | None:
