@@ -48,7 +48,14 @@ def compose(first: NamePlan, second: NamePlan) -> NamePlan:
     if unused := [name for i in makers if i not in users for group in makers[i] for name in group.targets]:
         raise MismatchError(f"nothing is made of {name_some(unused)}")
     groups = tuple(_joined(makers[i], users[i]) for i in users)
-    return replace(second, groups=groups, ties=first.ties, untied=first.untied, notes=(*first.notes, *second.notes))
+    return replace(
+        second,
+        groups=groups,
+        ties=first.ties,
+        untied=first.untied,
+        notes=(*first.notes, *second.notes),
+        padded={**first.padded, **second.padded},
+    )
 
 
 def _joined(makers: list[NameGroup], users: list[NameGroup]) -> NameGroup:

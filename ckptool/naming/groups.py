@@ -28,7 +28,8 @@ class NamePlan:
     """Every name of the source accounted for: in a group, equal to a tie's tensor, or in `extra`.
 
     `extra` are tensors that the model has no use for (buffers that it computes, heads of another task): they travel
-    beside the checkpoint, so that an export gives them back.
+    beside the checkpoint, so that an export gives them back. `padded` are tensors whose rows beyond the vocabulary are
+    cut off: name -> (rows stored, rows kept).
     """
 
     groups: tuple[NameGroup, ...]
@@ -38,6 +39,7 @@ class NamePlan:
     untied: Mapping[str, str] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def keep_names(shapes: Mapping[str, tuple[int, ...]], cast: str | None, note: str) -> NamePlan:

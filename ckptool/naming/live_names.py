@@ -31,7 +31,7 @@ def plan_live(
     if dialect is not None:
         groups, notes = groups_to_live(dialect, entries, model.config)
         naming = Naming(dialect.name, type(model).__name__, (), transformers.__version__)
-        names = settle_import(model, groups, naming, [], same_bytes)
+        names = settle_import(model, groups, naming, [], same_bytes, may_be_padded=True)
         return replace(names, notes=(*notes, *names.notes))
     meta = model.state_dict()
     prefix = common_prefix(entries, meta)
@@ -39,9 +39,11 @@ def plan_live(
     if set(plain) <= set(meta):
         groups = [NameGroup((name,), {name: entry.shape}) for name, entry in plain.items()]
         naming = Naming(NAMING, type(model).__name__, (), transformers.__version__)
-        names = settle_import(model, groups, naming, [], lambda a, b: same_bytes(prefix + a, prefix + b))
+        names = settle_import(
+            model, groups, naming, [], lambda a, b: same_bytes(prefix + a, prefix + b), may_be_padded=True
+        )
     else:
-        names = plan_import(model, plain, None, lambda a, b: same_bytes(prefix + a, prefix + b))
+        names = plan_import(model, plain, None, lambda a, b: same_bytes(prefix + a, prefix + b), may_be_padded=True)
     if names.extra:
         note = f"left out, the model doesn't use them: {name_some(list(names.extra))}"
         names = replace(names, extra=(), notes=(note, *names.notes))

@@ -27,6 +27,7 @@ from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, UnsupportedError, name_some
 from ckptool.naming.groups import NameGroup, NamePlan
 from ckptool.naming.meta_model import DtypeRule, relatives
+from ckptool.naming.vocabulary import Padded, cut_entries, cut_sources, cut_targets, describe_cut, find_padded
 
 NAMING = "transformers"
 
@@ -40,12 +41,15 @@ def plan_import(
     dtype: str | None,
     same_bytes: SameBytes,
     mapping: list[Any] | None = None,
+    *,
+    may_be_padded: bool = False,
 ) -> NamePlan:
     """Groups that make every live tensor of `model` (on meta) from the Hub tensors in `source`.
 
     `dtype` is the cast wanted (None: keep); `same_bytes(a, b)` compares two source tensors and is asked only where a
-    tie is stored twice; `mapping` are the transforms (None: those of the model's Hub form). Raises MismatchError for
-    names that don't fit the model, either way, and for wrong shapes.
+    tie is stored twice; `mapping` are the transforms (None: those of the model's Hub form). `may_be_padded` is for what
+    a trainer saved: rows beyond the config's vocabulary are cut off. Raises MismatchError for names that don't fit the
+    model, either way, and for wrong shapes.
     """
     rule = DtypeRule(model, dtype)
     if mapping is None:
@@ -59,7 +63,7 @@ def plan_import(
         tuple(describe(transform) for transform in mapping if transform.was_used()),
         transformers.__version__,
     )
-    return settle_import(model, groups, naming, unexpected, same_bytes)
+    return settle_import(model, groups, naming, unexpected, same_bytes, may_be_padded=may_be_padded)
 
 
 def settle_import(
@@ -68,13 +72,20 @@ def settle_import(
     naming: Naming,
     unexpected: list[str],
     same_bytes: SameBytes,
+    *,
+    may_be_padded: bool = False,
 ) -> NamePlan:
     """Ties settled, and every live tensor of the model made with its shape. Raises MismatchError."""
     meta = model.state_dict()
+    padded: Padded = {}
+    if may_be_padded:
+        padded = find_padded(model, {name: shape for group in groups for name, shape in group.targets.items()})
+        groups = [cut_targets(group, padded) for group in groups]
     _check_shapes(meta, groups)
     groups, ties, stored, untied, notes = _settle_ties(model, groups, same_bytes)
     _check_complete(meta, groups, ties)
-    return NamePlan(tuple(groups), naming, ties, stored, untied, tuple(unexpected), tuple(notes))
+    notes += describe_cut(padded)
+    return NamePlan(tuple(groups), naming, ties, stored, untied, tuple(unexpected), tuple(notes), padded)
 
 
 def plan_export(
@@ -86,8 +97,11 @@ def plan_export(
     """Groups that make the Hub tensors from the live tensors of a checkpoint; the inverse of `plan_import`.
 
     The transforms reversed are those recorded at import; without a record, those that `save_pretrained` would take.
-    Raises MismatchError when tensors of the model are absent, or when this transformers lacks a recorded transform.
+    Rows beyond the config's vocabulary are cut off. Raises MismatchError when tensors of the model are absent, or when
+    this transformers lacks a recorded transform.
     """
+    padded = find_padded(model, {name: entry.shape for name, entry in live.items()})
+    live = cut_entries(live, padded)
     _check_live_names(model, live)
     transforms = recorded_transforms(model, provenance)[::-1]
     reverse = [transform.reverse_transform() for transform in transforms]
@@ -103,14 +117,15 @@ def plan_export(
             collected.setdefault(renamed, (by_pattern[pattern], []))[1].append((name, pattern))
     rule = DtypeRule(model, dtype)
     groups = [
-        _group(model, live, target, converter, members, rule.of(members[0][0]), renamings)
+        cut_sources(_group(model, live, target, converter, members, rule.of(members[0][0]), renamings), padded)
         for target, (converter, members) in collected.items()
     ]
     targets = [name for group in groups for name in group.targets]
     if len(set(targets)) != len(targets):
         clashes = {name for name in targets if targets.count(name) > 1}
         raise MismatchError(f"two live tensors would get one Hub name: {name_some(clashes)}")
-    return NamePlan(tuple(groups), Naming(NAMING, type(model).__name__))
+    naming = Naming(NAMING, type(model).__name__)
+    return NamePlan(tuple(groups), naming, notes=tuple(describe_cut(padded)), padded=padded)
 
 
 def describe(transform: Any) -> str:
@@ -251,8 +266,8 @@ def _settle_ties(
 
 
 def _equal(a: NameGroup, b: NameGroup, same_bytes: SameBytes) -> bool:
-    plain = a.transform is None and b.transform is None
-    return plain and same_bytes(a.sources[0], b.sources[0])
+    is_one_each = all(len(group.sources) == 1 and group.label in ("copy", "cut") for group in (a, b))
+    return is_one_each and a.label == b.label and same_bytes(a.sources[0], b.sources[0])
 
 
 def _retarget(group: NameGroup, old: str, new: str) -> NameGroup:

@@ -18,6 +18,7 @@ from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.naming.groups import NamePlan
 from ckptool.ops.inputs import same_bytes
 from ckptool.ops.model_source import ConfigFolder, ModelSource, find_config
+from ckptool.ops.vocabulary import check_tokens
 from ckptool.planner import Cut, plan_conversion
 from ckptool.storage.files import Place
 
@@ -70,7 +71,11 @@ class ExportJob:
         return same_bytes(self.source, MODEL_PREFIX + a, MODEL_PREFIX + b)
 
     def plan(self, names: NamePlan, lay_out: LayOut, cut: Cut = stream_tensor, **options: Any) -> Plan:
-        """The plan of `names` with the job's own limits; `options` are further ones of `plan_conversion`."""
+        """The plan of `names` with the job's own limits; `options` are further ones of `plan_conversion`.
+
+        Raises as that does, and as `check_tokens` does.
+        """
+        check_tokens(names, self.config.path)
         return plan_conversion(
             "export",
             self.manifest,
