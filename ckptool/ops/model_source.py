@@ -14,7 +14,7 @@ from ckptool.formats.hf_config import CONFIG_NAME
 from ckptool.formats.hf_folder import EXTRA_NAME, HfSource, model_folder, side_files, weight_kind
 from ckptool.hub import locate
 from ckptool.naming.sections import MODEL, read_sections
-from ckptool.storage.files import Place
+from ckptool.storage.files import Place, read_json
 from ckptool.storage.place import fetched
 
 #: A model's files beside its weights, by their usual names.
@@ -22,6 +22,10 @@ _MODEL_FILES = (
     *("config.json", "generation_config.json", "*tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "spiece.model", "chat_template*", "*processor_config.json"),
 )
+
+
+#: What transformers finds the model's class by.
+_CONFIG_KEYS = ("model_type", "architectures", "auto_map")
 
 
 class ModelSource:
@@ -115,11 +119,22 @@ def find_config(path: Place, config: str) -> ConfigFolder:
     own = path / "hf"
     if own.is_dir():
         return ConfigFolder(model_folder(own), tuple(side_files(own)))
-    near = next((place for place in (path, path.parent) if (place / CONFIG_NAME).is_file()), None)
+    near = next((place for place in (path, path.parent) if _is_config(place / CONFIG_NAME)), None)
     if near is None:
         return ConfigFolder(fetched(own, ()))
     names = _model_files(near)
     return ConfigFolder(fetched(near, names), tuple(names), (f"the config is that of {near}",))
+
+
+def _is_config(path: Place) -> bool:
+    """Is it a model's config? Trainers call theirs of a run so too."""
+    if not path.is_file():
+        return False
+    try:
+        record = read_json(path)
+    except DamagedError:
+        return True  # which is said where it is read
+    return isinstance(record, dict) and not record.keys().isdisjoint(_CONFIG_KEYS)
 
 
 def _model_files(folder: Place) -> list[str]:

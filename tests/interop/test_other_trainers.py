@@ -68,7 +68,6 @@ def assert_exports(path: Path, tensors: dict[str, torch.Tensor], out: Path, **op
     assert all(torch.equal(ours[name], tensor) for name, tensor in tensors.items())
 
 
-@pytest.mark.slow
 def test_31_accelerates_folder_means_the_model_inside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """NeMo-RL#1427, accelerate#2848: given the parent folder."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -87,7 +86,6 @@ def test_31_accelerates_folder_means_the_model_inside_it(tmp_path: Path, capsys:
     assert "pytorch_model_fsdp_0" in refused.value.hint and "pytorch_model_fsdp_1" in refused.value.hint
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is not installed")
 def test_fabric(tmp_path: Path) -> None:
     tensors = run_ranks(2, save_with_fabric, tmp_path / "c")[0]

@@ -14,7 +14,7 @@ import ckptool
 from tests.naming.titan_models import build, config_of, load_checkpoint, logits, save_checkpoint
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed: pip install torchtitan"
+    importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed: make setup"
 )
 
 TOKENS = torch.arange(3, 15).view(1, -1)
