@@ -98,7 +98,7 @@ def export(
             raise UsageError("--dtype and --untie go with --to hf: the .pt file holds what the checkpoint holds")
         target = _target(path, out, ".pt")
         plan = _to_torch(path, target, engine, is_chosen, how, dry_run)
-        return Result("export", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
+        return Result("export", str(target), plan, not dry_run, time.monotonic() - start, plan.notes, {"push": None})
     if to not in ("hf", *dialect_names()):
         raise UsageError(f"--to {to}: choose hf, torch or {', '.join(dialect_names())}")
     if to != "hf" and (untie or engine != "stream"):

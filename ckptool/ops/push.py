@@ -207,9 +207,9 @@ def push(
 
 
 def push_details(pushing: Push | None) -> dict[str, Any]:
-    """What `--json` says of a push; `commit` is "" before it is made."""
+    """What `--json` says of a push, if there is one; `commit` is "" before it is made."""
     if pushing is None:
-        return {}
+        return {"push": None}
     target, plan = pushing.target, pushing.plan
     what = {"repo": target.repo, "branch": target.branch, "url": pushing.url, "plan": plan, "commit": pushing.commit}
     return {"push": what}

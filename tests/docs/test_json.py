@@ -14,6 +14,8 @@ import pytest
 from ckptool.cli._output import JSON_VERSION
 from ckptool.cli.main import cli, run
 from tests.docs.pages import TOP
+from tests.hub.conftest import folder, hub  # noqa: F401  (fixtures)
+from tests.hub.server import TOKEN
 from tests.ops.test_data import A, B, begin, save, train
 from tests.tiny_models import llama, save_folder
 
@@ -86,7 +88,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COMMANDS = {
     "import-hf": ["{root}/hf", "new", "--dry-run"],
-    "export": ["tiny", "--to", "hf", "--dry-run"],
+    "export": ["tiny", "--to", "hf", "--dry-run", "--push", "me/mine"],
+    "push": ["{root}/hf", "me/mine", "--dry-run"],
     "copy": ["tiny", "new", "--dry-run"],
     "reshard": ["tiny", "new", "--world-size", "2", "--dry-run"],
     "plan": ["tiny", "--world-size", "2"],
@@ -108,7 +111,14 @@ COMMANDS = {
     "data edit": ["mixture", "--weights", "a=.5,b=.5", "--dry-run"],
     "data import": ["step-8", "--from", "streaming", "--state", "{root}/streaming.json", "--dry-run"],
 }
-WITHOUT_ROOT = {"ls", "prune", "top", "estimate"}
+WITHOUT_ROOT = {"ls", "prune", "top", "estimate", "push"}
+
+
+@pytest.fixture(autouse=True)
+def account(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub is its stand-in, where we are somebody."""
+    request.getfixturevalue("hub")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
