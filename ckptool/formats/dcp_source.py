@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import Chunk, Locator, TensorEntry
+from ckptool.core.text import gist
 from ckptool.errors import DamagedError, UnsafeError
 from ckptool.formats.dcp_entry import StoredTensor, read_entry
 from ckptool.formats.dcp_metadata import read_manifest
@@ -173,7 +174,7 @@ def load_blob(blob: bytes, name: str) -> Any:
         what = f" (it wants {culprit[1]})" if culprit else ""
         raise UnsafeError(f"{name} is more than plain data; nothing was run{what}") from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise DamagedError(f"{name} is damaged: {_one_line(str(error))}") from error
+        raise DamagedError(f"{name} is damaged: {gist(str(error))}") from error
 
 
 def _check_archive(blob: bytes, name: str) -> None:
@@ -189,11 +190,7 @@ def _check_archive(blob: bytes, name: str) -> None:
                 if member.filename.endswith("/data.pkl"):
                     safe_pickle.check_plain(archive.read(member), name)
     except (zipfile.BadZipFile, struct.error, ValueError, EOFError, RuntimeError) as error:
-        raise DamagedError(f"{name} is damaged: not a torch.save archive ({_one_line(str(error))})") from error
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
+        raise DamagedError(f"{name} is damaged: not a torch.save archive ({gist(str(error))})") from error
 
 
 def slices(box: Box) -> tuple[slice, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ckptool.core.checkpoint import Manifest
 from ckptool.core.findings import Finding
 from ckptool.core.interfaces import Progress, Source
-from ckptool.errors import DamagedError
+from ckptool.errors import DamagedError, name_some
 from ckptool.ops.checks import next_steps
 from ckptool.ops.pairs import element_position, first_difference, pair_up, read_pairs, same_bytes, same_object
 from ckptool.storage.files import Place
@@ -25,7 +28,14 @@ def check_against(
         *(Finding("mismatched", f"{fqn} is only in {src}", fqn, next_step=step) for fqn in pairs.only_other),
     ]
     num_equal = 0
+    cast = _cast(source.manifest, other.manifest, pairs.both)
+    for (dtype, there), fqns in cast.items():
+        message = f"{len(fqns)} tensors are {dtype}, and {there} in {src}: {name_some(fqns)}"
+        findings.append(Finding("mismatched", message, fqns[0], next_step=step))
+    grouped = {fqn for fqns in cast.values() for fqn in fqns}
     for fqn in pairs.both:
+        if fqn in grouped:
+            continue
         try:
             difference = _difference(source, other, fqn, report)
         except DamagedError as error:
@@ -39,6 +49,16 @@ def check_against(
             step = next_steps.compare(folder, src, fqn)
             findings.append(Finding("mismatched", f"object {fqn} differs from that of {src}", fqn, next_step=step))
     return findings, num_equal
+
+
+def _cast(one: Manifest, other: Manifest, fqns: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Tensors that differ in dtype and not in shape, by both dtypes, where there are several: one finding for all."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for fqn in fqns:
+        entry, counterpart = one.tensors[fqn], other.tensors[fqn]
+        if entry.shape == counterpart.shape and entry.dtype != counterpart.dtype:
+            found.setdefault((entry.dtype, counterpart.dtype), []).append(fqn)
+    return {dtypes: names for dtypes, names in found.items() if len(names) > 1}
 
 
 def _difference(source: Source, other: Source, fqn: str, report: Progress | None) -> Finding | None:
