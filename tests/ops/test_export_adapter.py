@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import transformers
 
 import ckptool
 from ckptool.cli.main import run
-from ckptool.errors import MismatchError, NotFoundError, UnsupportedError, UsageError
+from ckptool.core.parts import Part
+from ckptool.errors import MismatchError, NotFoundError, StorageError, UnsupportedError, UsageError
+from ckptool.formats.hf_sink import HfSink
 from ckptool.storage.digests_file import weights_digest
 from tests.tiny_models import llama, save_folder
 
@@ -131,3 +134,32 @@ def test_other_kinds_of_adapters_and_of_layers_are_refused(root: Path, tmp_path:
     dcp.save({"model": matrices(model)}, checkpoint_id=tmp_path / "conv", no_dist=True)
     with pytest.raises(UnsupportedError, match="Conv1D, not a linear layer"):
         ckptool.export(str(tmp_path / "conv"), adapter="merge", lora_alpha=5.0, base=str(tmp_path / "gpt2-base"))
+
+
+def test_a_merging_export_goes_on_unless_it_merges_something_else(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export(alpha: float) -> list[str]:
+        options = {"base": "base", "lora_alpha": alpha, "num_workers": 1, "max_shard_bytes": 1}
+        return list(ckptool.export("foreign", root=root, adapter="merge", out=tmp_path / "merged", **options).notes)
+
+    def interrupt() -> None:
+        real, written = HfSink.open, []
+
+        def until_the_disk_is_full(sink: HfSink, part: Part) -> Any:
+            written.append(part)
+            if len(written) > 3:
+                raise StorageError("no space left")
+            return real(sink, part)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HfSink, "open", until_the_disk_is_full)
+            with pytest.raises(StorageError):
+                export(5.0)
+
+    interrupt()
+    assert any(note.startswith("went on from an interrupted attempt: 3 of") for note in export(5.0))
+    assert_computes(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), adapted(root / "hub"))
+    shutil.rmtree(tmp_path / "merged")
+    interrupt()
+    assert any(note.startswith("started over") for note in export(6.0))

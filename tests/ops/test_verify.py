@@ -378,3 +378,14 @@ def test_progress_counts_what_is_read(kinds: Path) -> None:
     seen: list[int] = []
     result = ckptool.verify("foreign", root=kinds, progress=lambda total: seen.append)
     assert sum(seen) == result.details["num_bytes"] > 0
+
+
+def test_another_dtype_is_said_once(tmp_path: Path) -> None:
+    tensors = {f"w{i}": torch.ones(3) for i in range(9)}
+    dcp.save({"model": {**tensors, "ids": torch.arange(3)}}, checkpoint_id=tmp_path / "one", no_dist=True)
+    cast = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    dcp.save({"model": {**cast, "ids": torch.arange(1, 4)}}, checkpoint_id=tmp_path / "other", no_dist=True)
+    result = ckptool.verify(str(tmp_path / "one"), against=str(tmp_path / "other"))
+    dtypes, values = result.findings
+    assert "9 tensors are float32, and bfloat16 in" in dtypes.message and "and 4 more" in dtypes.message
+    assert values.tensor == "model.ids"
