@@ -22,9 +22,9 @@ from ckptool.errors import CkptoolError, DamagedError, MismatchError, UnsafeErro
 from ckptool.formats.hf_consumed import original_name
 from ckptool.ops.consume import Consumer
 from ckptool.ops.head_start import Copying, at_once
-from ckptool.storage.digest import digest_file
-from ckptool.storage.files import Place, os_errors, safe_join
+from ckptool.storage.files import Place, os_errors
 from ckptool.storage.journal import JOURNAL_PATTERN, Journal, read_journals
+from ckptool.storage.kept_files import kept_files, remove_rest
 from ckptool.storage.place import file_version
 from ckptool.storage.staging import Staging, create_staging
 from ckptool.storage.upload import Upload
@@ -196,24 +196,10 @@ def _local_parts_done(content: Path, plan: Plan, key: str) -> tuple[dict[str, Fi
     """
     with os_errors(content):
         had_journal = any(content.parent.glob(JOURNAL_PATTERN))
-        whole: dict[str, FileRecord] = {}
-        for line in read_journals(content.parent, key):
-            with contextlib.suppress(KeyError, TypeError, ValueError, CkptoolError):
-                record = FileRecord.from_json(line)
-                path = safe_join(content, record.file)
-                size_fits = path.is_file() and path.stat().st_size == record.num_bytes
-                if size_fits and digest_file(path) == record.blake3:
-                    whole[record.file] = record
+        whole = kept_files(content, key)
         parts = [part for part in plan.parts if whole.keys() >= set(part.files)]
         done = {file: whole[file] for part in parts for file in part.files}
-        for path in [*content.parent.glob(JOURNAL_PATTERN), *sorted(content.rglob("*"), reverse=True)]:
-            if path.is_dir():
-                path.rmdir()
-            elif path.parent != content or path.name not in done:
-                path.unlink()
-        journal = Journal(content.parent, key)
-        for record in done.values():
-            journal.append(record.to_json())
+        remove_rest(content, key, done.values())
     return done, had_journal
 
 
@@ -229,7 +215,11 @@ def _staged(target: Place, key: str, how: Execution) -> Iterator[Staging | Uploa
         _make_content(staging, how)
         yield staging
         raise_if_interrupted()
+        if isinstance(staging, Upload) and how.ranks:
+            how.ranks.agree("conversion", staging.check_sent)
         _on_first(how, staging.publish)
+        if isinstance(staging, Upload):
+            staging.discard()
     except BaseException as error:
         # What is wrong with the data is not put right by going on.
         useless = isinstance(error, DamagedError | MismatchError | UnsafeError | UnsupportedError)
@@ -250,7 +240,12 @@ def _create(target: Place, how: Execution) -> Staging | Upload:
     if isinstance(target, Path):
         keep_left = how.resume and not how.is_file
         return _on_first(how, lambda: create_staging(target, how.overwrite, is_file=how.is_file, keep_left=keep_left))
-    return Upload(target, how.overwrite, how.is_file)  # every rank has a folder of its own to upload from
+
+    def start() -> Upload:
+        return Upload(target, how.overwrite, how.is_file)
+
+    # Every rank has a folder of its own to upload from.
+    return how.ranks.agree("conversion", start) if how.ranks else start()
 
 
 def _make_content(staging: Staging | Upload, how: Execution) -> None:

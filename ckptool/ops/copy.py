@@ -17,6 +17,7 @@ from blake3 import blake3
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import cut_tensor
 from ckptool.core.interfaces import Progress
+from ckptool.core.interruption import raise_if_interrupted
 from ckptool.core.parts import FileRecord
 from ckptool.core.plan import Plan, Result
 from ckptool.errors import CkptoolError, DamagedError, NotFoundError, StorageError, UnsafeError
@@ -151,6 +152,7 @@ def _copy_files(
                 is_stopped.set()
                 workers.shutdown(wait=False, cancel_futures=True)
                 raise
+        raise_if_interrupted()
         staging.publish()
     except BaseException as error:
         _leave(staging, key, error)

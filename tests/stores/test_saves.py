@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -13,7 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckptool
+from ckptool.core.mesh import Mesh
 from ckptool.errors import CkptoolError, StorageError, TargetExistsError
+from ckptool.formats import dcp_sink
+from ckptool.ops.reshard import reshard
+from ckptool.ranks import Ranks
+from ckptool.storage.place import place
 from ckptool.storage.store import Store
 from tests.spawn import run_ranks
 
@@ -110,3 +116,20 @@ def test_one_process_saves_alone(s3: S3) -> None:
     loaded = {"model": {"w": torch.zeros(3)}}
     ckptool.load(loaded, URL)
     assert loaded["model"]["w"].tolist() == [1, 1, 1]
+
+
+def convert(rank: int, hub_folder: str) -> None:
+    dcp_sink._MIN_FILE_BYTES = 1  # type: ignore[misc]
+    root, ranks = place("s3://bucket/runs"), Ranks()
+    ckptool.import_hf(hub_folder, "m", root=root, ranks=ranks)
+    ckptool.export("m", root=root, out=place("s3://bucket/back"), max_shard_bytes=40_000, ranks=ranks)
+    reshard("m", "cut", root=root, mesh=Mesh.of({"dp": 3}), rewrite=True, ranks=ranks)
+
+
+def test_ranks_share_conversions_into_a_store_out(s3: S3, s3_environment: dict[str, str], hub_folder: Path) -> None:
+    run_ranks(2, at_s3, s3_environment, convert, str(hub_folder))
+    for name in ("runs/m", "runs/cut", "back"):
+        assert ckptool.diff(f"s3://bucket/{name}", str(hub_folder)).equal
+    for name in ("runs/m", "runs/cut"):
+        assert ckptool.verify(f"s3://bucket/{name}", level="content").exit_code == 0
+    assert not [path for path in s3.find("bucket") if "/.ckptool-upload" in path]
