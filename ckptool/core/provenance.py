@@ -31,7 +31,8 @@ class Provenance:
     bytes; `stored_tied_names` are the names of tied tensors that the source stored, aliases or not, so that an export
     stores the same ones; `untied` are pairs that the source's config ties but whose stored values differ: both were
     kept. `adapter` is not empty when the weights are a LoRA adapter only: its `rank`, `alpha` and `targets`, and as
-    `base` and `base_digest` the checkpoint whose weights it was trained on.
+    `base` and `base_digest` the checkpoint whose weights it was trained on. `part` is not empty when an import left
+    tensors of the model out: its `keys` and `exclude`.
     """
 
     tool_version: str
@@ -46,6 +47,7 @@ class Provenance:
     untied: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
     adapter: dict[str, Any] = field(default_factory=dict)
+    part: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +96,7 @@ _TYPES = {
     "untied": "an object of strings",
     "libraries": "an object",
     "adapter": "an object",
+    "part": "an object",
     "format_version": "an integer",
 }
 

@@ -97,24 +97,29 @@ def plan_export(
     """Groups that make the Hub tensors from the live tensors of a checkpoint; the inverse of `plan_import`.
 
     The transforms reversed are those recorded at import; without a record, those that `save_pretrained` would take.
-    Rows beyond the config's vocabulary are cut off. Raises MismatchError when tensors of the model are absent, or when
-    this transformers lacks a recorded transform.
+    Rows beyond the config's vocabulary are cut off. Of a checkpoint that was imported in part, only what is there is made.
+    Raises MismatchError when tensors of the model are absent (of a part: some of those that make one), or when this
+    transformers lacks a recorded transform.
     """
     padded = find_padded(model, {name: entry.shape for name, entry in live.items()})
     live = cut_entries(live, padded)
-    _check_live_names(model, live)
+    is_part = provenance is not None and bool(provenance.part)
+    _check_live_names(model, live, is_part)
     transforms = recorded_transforms(model, provenance)[::-1]
     reverse = [transform.reverse_transform() for transform in transforms]
     renamings = [t for t in reverse if isinstance(t, WeightRenaming)]
     converters = [t for t in reverse if isinstance(t, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     collected: dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]] = {}
-    for name in sorted(live, key=dot_natural_key):
+    whole_model = model.state_dict().keys() if is_part else set()
+    for name in sorted(live.keys() | whole_model, key=dot_natural_key):
         renamed, pattern = _apply_converters(name, converters)
         if pattern is None:
             collected[_apply_renamings(name, renamings)] = (None, [(name, name)])
         else:
             collected.setdefault(renamed, (by_pattern[pattern], []))[1].append((name, pattern))
+    if is_part:
+        collected = {target: made for target, made in collected.items() if _is_there(target, made[1], live)}
     rule = DtypeRule(model, dtype)
     groups = [
         cut_sources(_group(model, live, target, converter, members, rule.of(members[0][0]), renamings), padded)
@@ -124,8 +129,10 @@ def plan_export(
     if len(set(targets)) != len(targets):
         clashes = {name for name in targets if targets.count(name) > 1}
         raise MismatchError(f"two live tensors would get one Hub name: {name_some(clashes)}")
-    naming = Naming(NAMING, type(model).__name__)
-    return NamePlan(tuple(groups), naming, notes=tuple(describe_cut(padded)), padded=padded)
+    notes = describe_cut(padded)
+    if is_part:
+        notes.append(f"only a part, {len(live)} tensors of the model: the import left the others out")
+    return NamePlan(tuple(groups), Naming(NAMING, type(model).__name__), notes=tuple(notes), padded=padded)
 
 
 def describe(transform: Any) -> str:
@@ -293,11 +300,23 @@ def _check_complete(live: Iterable[str], groups: list[NameGroup], ties: Mapping[
         )
 
 
-def _check_live_names(model: transformers.PreTrainedModel, live: Mapping[str, TensorEntry]) -> None:
+def _is_there(target: str, members: list[tuple[str, str]], live: Mapping[str, TensorEntry]) -> bool:
+    """Is a Hub tensor one of a part's? Raises MismatchError when only some of what it is made of are there."""
+    absent = [name for name, _ in members if name not in live]
+    if absent and len(absent) < len(members):
+        raise MismatchError(
+            f"{target} is made of {name_some([name for name, _ in members if name in live], 2)} and of others that "
+            "the import left out",
+            hint="export without these (--exclude), or import their whole layer",
+        )
+    return not absent
+
+
+def _check_live_names(model: transformers.PreTrainedModel, live: Mapping[str, TensorEntry], is_part: bool) -> None:
     meta = model.state_dict()
     tied = dict(model.all_tied_weights_keys)
     absent = {n for n in meta if n not in live and tied.get(n) not in live and n not in tied.values()}
-    if absent:
+    if absent and not is_part:
         raise MismatchError(f"the checkpoint lacks tensors of {type(model).__name__}: {name_some(absent)}")
     if unknown := set(live) - set(meta):
         raise MismatchError(f"{type(model).__name__} has no place for {name_some(unknown)}")

@@ -225,7 +225,7 @@ def _carry_out(job: _Job, begun: _Planned, settled: Callable[[], _Planned], copy
         if job.untie:
             notes.extend(match_config(content / "hf", None, None, untied=True))
         _keep_extra(content / "hf", planned.model.source, names)
-        write_provenance(content, _provenance(job.located, planned.model, names))
+        write_provenance(content, _provenance(job, planned.model, names))
 
     went_on = convert(
         begun.plan,
@@ -289,8 +289,8 @@ def model_paths(fqns: list[str]) -> dict[str, tuple[str | int, ...]]:
     return {fqn: ("model", fqn.removeprefix(MODEL_PREFIX)) for fqn in fqns}
 
 
-def _provenance(located: Located, model: ModelInput, names: NamePlan) -> Provenance:
-    origin = {**located.origin, "dtype": model.dtype}
+def _provenance(job: _Job, model: ModelInput, names: NamePlan) -> Provenance:
+    origin = {**job.located.origin, "dtype": model.dtype}
     if model.quantisation:
         origin["quantization"] = model.quantisation
     return new_provenance(
@@ -300,4 +300,5 @@ def _provenance(located: Located, model: ModelInput, names: NamePlan) -> Provena
         stored_tied_names=names.stored_tied_names,
         untied=dict(names.untied),
         adapter=dict(model.adapter),
+        part={"keys": [*job.keys], "exclude": [*job.exclude]} if job.keys or job.exclude else {},
     )

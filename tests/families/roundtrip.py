@@ -6,27 +6,24 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from ckptool import engine
 from ckptool.core.cuts import cut_tensor, stream_tensor
 from ckptool.core.provenance import Provenance
-from ckptool.formats.hf_folder import HfSource
 from ckptool.naming.meta_model import build_meta_model
-from ckptool.naming.transformers_names import plan_export, plan_import
+from ckptool.naming.transformers_names import plan_export
+from ckptool.ops.inputs import open_input
 from ckptool.planner import plan_conversion
-from tests.families.tiny import build
 from tests.memory_sink import MemorySink, MemorySource
 
 
-def roundtrip(model_type: str, folder: Path) -> str:
-    """Returns what fired on the way ("renamed", "converted", "tied"). Raises when anything differs."""
-    model = build(model_type)
-    model.save_pretrained(folder)
+def roundtrip(model: PreTrainedModel, folder: Path) -> str:
+    """Of a model that is saved in `folder`: what fired on the way ("renamed", "converted", "tied"). Raises when
+    anything differs."""
     stored = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-    source = HfSource(folder)
-    names = plan_import(
-        build_meta_model(folder), source.manifest.tensors, None, lambda a, b: torch.equal(stored[a], stored[b])
-    )
+    opened = open_input(folder, None)
+    source, names = opened.source, opened.names
     plan = plan_conversion("import", source.manifest, names, "memory", cut=cut_tensor, piece_bytes=1 << 20)
     live = MemorySink([entry for item in plan.items for entry in item.targets])
     engine.run(plan.parts, source, live)
@@ -49,6 +46,7 @@ def roundtrip(model_type: str, folder: Path) -> str:
     assert set(back.tensors) == set(expected), sorted(set(back.tensors) ^ set(expected))[:6]
     for name, tensor in expected.items():
         assert torch.equal(back.tensors[name], tensor), f"export of {name} differs from what was stored"
+    source.close()
     converted = any(group.transform is not None for group in names.groups)
     renamed = any(group.transform is None and group.sources != tuple(group.targets) for group in names.groups)
     happened = {"converted": converted, "renamed": renamed, "tied": bool(names.ties)}

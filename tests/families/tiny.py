@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -92,13 +94,20 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def shrink(config: PretrainedConfig) -> PretrainedConfig:
+#: The sizes that alone are shrunk where the class refuses a config with all of them.
+DEPTHS = ("vocab_size", *(key for key in SIZES if "layers" in key or key == "n_layer"))
+
+#: A tiny model has at most this many parameters.
+MAX_PARAMETERS = 30_000_000
+
+
+def shrink(config: PretrainedConfig, keys: Collection[str] = tuple(SIZES)) -> PretrainedConfig:
     """A config of the same class with the sizes above, sub-configs included. Raises whatever the class refuses."""
     record = config.to_dict()
-    small = _shrink_dict(record)
+    small = _shrink_dict(record, keys)
     for key in list(record):
         if isinstance(getattr(config, key, None), PretrainedConfig):
-            small[key] = shrink(getattr(config, key)).to_dict()
+            small[key] = shrink(getattr(config, key), keys).to_dict()
     small.update(EXTRA.get(config.model_type, {}))
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
         if isinstance(small.get(key), int) and small[key] >= SIZES["vocab_size"]:
@@ -108,10 +117,10 @@ def shrink(config: PretrainedConfig) -> PretrainedConfig:
     return type(config)(**small)
 
 
-def _shrink_dict(record: dict[str, Any]) -> dict[str, Any]:
+def _shrink_dict(record: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     small = dict(record)
     for key, value in record.items():
-        if type(value) is int:
+        if type(value) is int and key in keys:
             small[key] = SIZES.get(key, value)
         elif key in PER_LAYER and isinstance(value, list):
             small[key] = (value * 2)[: SIZES["num_hidden_layers"]]
@@ -120,6 +129,8 @@ def _shrink_dict(record: dict[str, Any]) -> dict[str, Any]:
 
 def model_class(model_type: str) -> type[PreTrainedModel] | None:
     """The class that people download most for this type: the language-model head where there is one."""
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    shared = None  # a class of another type, which some types use as it is
     for mapping in (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -132,23 +143,63 @@ def model_class(model_type: str) -> type[PreTrainedModel] | None:
         name = mapping.get(model_type)
         name = name[0] if isinstance(name, list | tuple) else name
         found = getattr(transformers, name, None) if name else None
-        if found is not None:
+        if found is not None and found.config_class is config_class:
             return found
-    return None
+        shared = shared or found
+    return _class_of_part(config_class) or shared
+
+
+def _class_of_part(config_class: type[PretrainedConfig]) -> type[PreTrainedModel] | None:
+    """The largest model of a config that no auto class knows: that of a part of another model."""
+    name = config_class.__module__.replace(".configuration_", ".modeling_")
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return None
+    classes = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
+    found = [c for c in classes if issubclass(c, PreTrainedModel) and c.config_class is config_class]
+    return max(found, key=lambda c: (hasattr(transformers, c.__name__), len(c.__mro__)), default=None)
 
 
 def build(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The tiny model, seeded. Raises whatever keeps transformers from building it."""
-    config = shrink(transformers.CONFIG_MAPPING[model_type]())
+    """The tiny model, seeded: of unequal sizes where its class allows that, else its usual ones in few layers.
+
+    Raises whatever keeps transformers from building it, ValueError when it is not tiny even so.
+    """
     found = model_class(model_type)
     if found is None:
-        raise ValueError("no model class")
+        raise ValueError("no class of a model has this config")
+    config = _smallest(found, transformers.CONFIG_MAPPING[model_type])
     torch.manual_seed(sum(map(ord, model_type)))
-    with contextlib.suppress(AttributeError):
-        config._attn_implementation = "eager"
-    model = found._from_config(config) if hasattr(found, "_from_config") else found(config)
+    model = _of_config(found, config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.copy_(torch.randn_like(parameter, dtype=torch.float32))
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0  # as it is in every trained model, and as transformers sets it
     return model.to(dtype)
+
+
+def _smallest(found: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> PretrainedConfig:
+    """The first config of those tried, the smallest first, that a model can be built of."""
+    errors: list[Exception] = []
+    for keys in (tuple(SIZES), DEPTHS, ()):
+        try:
+            config = shrink(config_class(), keys) if keys else config_class()
+            with torch.device("meta"):
+                num_parameters = sum(parameter.numel() for parameter in _of_config(found, config).parameters())
+        except Exception as error:  # whatever a class refuses a config with
+            errors.append(error)
+            continue
+        if num_parameters <= MAX_PARAMETERS:
+            return shrink(config_class(), keys) if keys else config_class()
+        errors.append(ValueError(f"has {num_parameters / 1e6:.0f}M parameters when it is built as small as it gets"))
+    raise errors[-1]
+
+
+def _of_config(found: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    with contextlib.suppress(AttributeError):
+        config._attn_implementation = "eager"
+    return found._from_config(config) if hasattr(found, "_from_config") else found(config)
