@@ -97,7 +97,7 @@ def plan_export(
     """Groups that make the Hub tensors from the live tensors of a checkpoint; the inverse of `plan_import`.
 
     The transforms reversed are those recorded at import; without a record, those that `save_pretrained` would take.
-    Rows beyond the config's vocabulary are cut off. Of a checkpoint that was imported in part, only what is there is made.
+    Rows beyond the config's vocabulary are cut off. Of a checkpoint that was imported in part, what is there is made.
     Raises MismatchError when tensors of the model are absent (of a part: some of those that make one), or when this
     transformers lacks a recorded transform.
     """
