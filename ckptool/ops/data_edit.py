@@ -18,7 +18,7 @@ from ckptool.core.position_edits import jump, place_of, redefine, with_edit
 from ckptool.errors import UnsupportedError, UsageError
 from ckptool.formats.dcp_items import link_files, replace_items
 from ckptool.formats.dcp_metadata import read_manifest
-from ckptool.ops.data_read import CURSOR, RECORD, StoredPosition, read_position
+from ckptool.ops.data_read import StoredPosition, read_position
 from ckptool.ops.data_targets import counters_at, parse_number, parse_place
 from ckptool.runs import POSITION_FILE
 from ckptool.storage.digests_file import read_digests
@@ -133,12 +133,12 @@ def _finish(
     when = datetime.now(UTC).isoformat(timespec="seconds")
     edited = with_edit(changed, action, changes, reason=reason, when=when)
     if not dry_run:
-        write_position(local_path(stored.path, "changing the data position"), edited)
+        write_position(local_path(stored.path, "changing the data position"), edited, stored.holder)
     return Result(f"data {action}", str(stored.path), executed=not dry_run, details=details)
 
 
-def write_position(path: Path, position: DataPosition) -> None:
-    """Give checkpoint `path` another position, whole or not at all. Its lock is held meanwhile.
+def write_position(path: Path, position: DataPosition, holder: str = "data") -> None:
+    """Give checkpoint `path` another position under the key `holder`, whole or not at all. Its lock is held meanwhile.
 
     Raises LockedError while a save writes the same checkpoint.
     """
@@ -151,4 +151,5 @@ def write_position(path: Path, position: DataPosition) -> None:
     with staged_directory(path, overwrite=True) as folder:
         linked = link_files(path, folder, frozenset({POSITION_FILE, ITEMS_FILE}))
         write_json(folder / POSITION_FILE, position.to_dict())
-        replace_items(folder, manifest, digests, linked, ITEMS_FILE, {CURSOR: cursor}, {RECORD: position.to_json()})
+        items = {f"{holder}.cursor": cursor}, {f"{holder}.record": position.to_json()}
+        replace_items(folder, manifest, digests, linked, ITEMS_FILE, *items)

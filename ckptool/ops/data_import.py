@@ -105,7 +105,7 @@ def import_position(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     edited = with_edit(position, f"import from {system}", changes, reason=reason, when=now)
     if not dry_run:
-        write_position(path, edited)
+        write_position(path, edited, stored.holder if stored else "data")
     details["changes"] = changes
     return Result("data import", str(path), executed=not dry_run, notes=tuple(notes), details=details)
 

@@ -17,6 +17,7 @@ from ckptool.core.position import DataPosition
 from ckptool.errors import DamagedError, MismatchError, NotFoundError, UnsupportedError, UsageError
 from ckptool.formats.loader_states import find_dicts, read_integer, read_objects, read_state, unpickle_state
 from ckptool.runs import resolve
+from ckptool.storage.files import Place
 
 #: How each system orders its data, for people who are told that it is another order than ours.
 ORDERS = {
@@ -98,8 +99,15 @@ def _torchtitan(hints: Hints) -> LoaderState:
         (str(rank), unpickle_state(_bytes(blobs[rank], path), f"{path}: dp_rank_{rank}")) for rank in sorted(blobs)
     ]
     world_size = sizes[0] if sizes and type(sizes[0]) is int else len(blobs)
-    step = read_integer(path, "train_state.step")
-    return _of_ranks(states, world_size, hints, step, endless=True)
+    return _of_ranks(states, world_size, hints, _titan_step(path), endless=True)
+
+
+def _titan_step(path: Place) -> int | None:
+    """torchtitan 0.3 saves its step as a number, older ones as a tensor."""
+    for _, tree in read_objects(path, lambda keys: keys[-2:] == ("train_state", "step")):
+        for _, state in find_dicts(tree, lambda d: type(d.get("step")) is int):
+            return state["step"]
+    return read_integer(path, "train_state.step")
 
 
 def _titan_key(keys: Sequence[str | int]) -> bool:
@@ -116,7 +124,7 @@ def _torchdata(hints: Hints) -> LoaderState:
     if not states:
         raise NotFoundError(f"no state of a StatefulDataLoader in {' '.join(hints.states)}")
     states = [(str(number), state) for number, (_, state) in enumerate(states)]
-    if hints.world_size is None and _record(states[0][1]) is None:
+    if hints.world_size is None and _record(states[0][1], "0") is None:
         raise UsageError(
             f"{len(states)} states were found; how many ranks there were is not in them",
             hint="--world-size N, and --state once for each rank's file",
@@ -138,7 +146,7 @@ def _of_ranks(
 ) -> LoaderState:
     """StatefulDataLoaders of all ranks. `endless` ones count from the beginning, others begin anew each epoch."""
     ranks = tuple(RankState(rank, _torchdata_facts(state, rank)) for rank, state in states)
-    records = {_record(state) for _, state in states}
+    records = {_record(state, rank) for rank, state in states}
     if len(records) == 1 and (record := records.pop()) is not None:
         return LoaderState(ranks, position=DataPosition.from_json(record, "the sampler's state in the loader's"))
     disagreements = _missing_ranks(ranks, world_size) + _differences(ranks, ("batches", "samples"))
@@ -170,21 +178,10 @@ def _batch_size(num_batches: int, hints: Hints, step: int | None) -> int:
 
 def _torchdata_facts(state: Mapping[str, Any], rank: str) -> dict[str, int]:
     """How far one StatefulDataLoader is, with and without workers."""
-    snapshot = state.get("_snapshot")
-    main: Any = state
-    if isinstance(snapshot, Mapping):
-        since = _count(state.get("_steps_since_snapshot"), rank)
-        if since:
-            raise UnsupportedError(
-                f"rank {rank}: {since} batches were given since the loader's snapshot, which is what is counted",
-                hint="a checkpoint of a loader with snapshot_every_n_steps=1",
-            )
-        batches, main = _count(snapshot.get("_snapshot_step"), rank), snapshot.get("_main_snapshot")
-    else:
-        batches = _count(state.get("_num_yielded"), rank)
+    batches, main, num_since = _yielded(state, rank)
     facts = {"batches": batches}
-    sampler = main.get("_sampler_iter_state") if isinstance(main, Mapping) else None
-    if isinstance(sampler, Mapping) and type(sampler.get("samples_yielded")) is int:
+    sampler = main.get("_sampler_iter_state")
+    if isinstance(sampler, Mapping) and type(sampler.get("samples_yielded")) is int and not num_since:
         facts["samples"] = sampler["samples_yielded"]
     for _, inner in find_dicts(state, lambda d: "sample_idx" in d or "inputs_buffer" in d):
         for name, key in (("documents", "sample_idx"), ("epoch", "epoch")):
@@ -195,13 +192,33 @@ def _torchdata_facts(state: Mapping[str, Any], rank: str) -> dict[str, int]:
     return facts
 
 
-def _record(state: Mapping[str, Any]) -> str | None:
-    """The record of a GlobalBatchSampler in a loader that has one as its batch sampler."""
+def _yielded(state: Mapping[str, Any], rank: str) -> tuple[int, Mapping[str, Any], int]:
+    """Batches that a loader has given, the part of its state that has the sampler's, and the batches since then."""
     snapshot = state.get("_snapshot")
-    main = snapshot.get("_main_snapshot") if isinstance(snapshot, Mapping) else state
-    sampler = main.get("_sampler_iter_state") if isinstance(main, Mapping) else None
+    if not isinstance(snapshot, Mapping):
+        return _count(state.get("_num_yielded"), rank), state, 0
+    main = snapshot.get("_main_snapshot")
+    num_since = _count(state.get("_steps_since_snapshot"), rank)
+    return (
+        _count(snapshot.get("_snapshot_step"), rank) + num_since,
+        main if isinstance(main, Mapping) else {},
+        num_since,
+    )
+
+
+def _record(state: Mapping[str, Any], rank: str) -> str | None:
+    """The record of a GlobalBatchSampler in a loader that has one as its batch sampler."""
+    _, main, num_since = _yielded(state, rank)
+    sampler = main.get("_sampler_iter_state")
     record = sampler.get("record") if isinstance(sampler, Mapping) else None
-    return record if type(record) is str else None
+    if type(record) is not str:
+        return None
+    if num_since:
+        raise UnsupportedError(
+            f"rank {rank}: the sampler's place is that of {num_since} batches before",
+            hint="a checkpoint of a loader with snapshot_every_n_steps=1",
+        )
+    return record
 
 
 def _megatron(hints: Hints) -> LoaderState:

@@ -13,7 +13,9 @@ from ckptool.errors import DamagedError, NotFoundError
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.storage.files import Place
 
-RECORD, CURSOR, STEP = "data.record", "data.cursor", "step"
+#: Where trainers keep it: ours and `GlobalBatchSampler`'s under `data`, torchtitan its loader's under `dataloader`.
+_HOLDERS = ("data", "dataloader")
+STEP = "step"
 LANE_PREFIX = "data.lane."
 
 
@@ -21,7 +23,8 @@ LANE_PREFIX = "data.lane."
 class StoredPosition:
     """`step` is the checkpoint's own count of optimizer steps, None when it has none; `cursor` its integers.
 
-    `num_lanes` counts the states of streaming sources, whose place isn't in the position.
+    `holder` is the key that `.record` and `.cursor` are under. `num_lanes` counts the states of streaming sources,
+    whose place isn't in the position. `is_ours` when the checkpoint has a `ckptool.json`, and so a position file.
     """
 
     path: Place
@@ -29,6 +32,16 @@ class StoredPosition:
     cursor: tuple[int, ...]
     step: int | None
     num_lanes: int
+    holder: str = "data"
+    is_ours: bool = True
+
+    @property
+    def record_fqn(self) -> str:
+        return f"{self.holder}.record"
+
+    @property
+    def cursor_fqn(self) -> str:
+        return f"{self.holder}.cursor"
 
 
 def read_position(name: str | Place, root: Place | None = None) -> StoredPosition:
@@ -38,20 +51,24 @@ def read_position(name: str | Place, root: Place | None = None) -> StoredPositio
     """
     path = runs.resolve(name, root)
     with contextlib.closing(DcpSource(path)) as source:
-        if RECORD not in source.manifest.objects or CURSOR not in source.manifest.tensors:
+        objects, tensors = source.manifest.objects, source.manifest.tensors
+        holder = next((h for h in _HOLDERS if f"{h}.record" in objects and f"{h}.cursor" in tensors), None)
+        if holder is None:
             raise NotFoundError(
                 f"{path} has no data position", hint="training checkpoints have one: ckptool ls shows them"
             )
-        record = source.load_object(RECORD)
-        cursor = _integers(source, CURSOR, CURSOR_LENGTH)
+        record_fqn = f"{holder}.record"
+        record = source.load_object(record_fqn)
+        cursor = _integers(source, f"{holder}.cursor", CURSOR_LENGTH)
         step = _integers(source, STEP, 1)[0] if STEP in source.manifest.tensors else None
         if step is None and source.manifest.provenance is not None:
             step = source.manifest.provenance.step
         num_lanes = sum(fqn.startswith(LANE_PREFIX) for fqn in source.manifest.objects)
+        is_ours = source.manifest.provenance is not None
     if not isinstance(record, str):
-        raise DamagedError(f"{path}: {RECORD} is no text")
-    position = DataPosition.from_json(record, f"{path}: {RECORD}", num_steps=step)
-    return StoredPosition(path, position, cursor, step, num_lanes)
+        raise DamagedError(f"{path}: {record_fqn} is no text")
+    position = DataPosition.from_json(record, f"{path}: {record_fqn}", num_steps=step)
+    return StoredPosition(path, position, cursor, step, num_lanes, holder, is_ours)
 
 
 def _integers(source: DcpSource, fqn: str, count: int) -> tuple[int, ...]:

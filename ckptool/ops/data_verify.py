@@ -11,7 +11,7 @@ from ckptool.core.history import NOTHING, UNKNOWN, add_histories, history_of
 from ckptool.core.interfaces import Progress
 from ckptool.core.position import DataPosition
 from ckptool.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
-from ckptool.ops.data_read import CURSOR, RECORD, StoredPosition, read_position
+from ckptool.ops.data_read import StoredPosition, read_position
 from ckptool.ops.verify import Verification
 from ckptool.runs import POSITION_FILE
 from ckptool.storage.data_files import files_record, find_source_files
@@ -48,7 +48,7 @@ def verify_position(
         notes.append("no history was recorded, or not from the first step on, so there is nothing to replay")
     elif replay and replayed_history(position, report) != position.history:
         message = f"the units that were fed are not the {position.consumed} units that the record implies"
-        findings.append(Finding("corrupt", message, RECORD))
+        findings.append(Finding("corrupt", message, stored.record_fqn))
     for source_name, path in (data or {}).items():
         findings += _changed_files(_source(position, source_name), path, full)
     details = {
@@ -108,18 +108,21 @@ def _contradictions(stored: StoredPosition) -> list[Finding]:
     position = stored.position
     findings = []
     if list(stored.cursor) != position.cursor():
-        message = f"{CURSOR} says {list(stored.cursor)}, {RECORD} {position.cursor()}"
-        findings.append(Finding("corrupt", message, CURSOR))
+        message = f"{stored.cursor_fqn} says {list(stored.cursor)}, {stored.record_fqn} {position.cursor()}"
+        findings.append(Finding("corrupt", message, stored.cursor_fqn))
     if stored.step is not None and stored.step != position.num_steps:
         message = f"the checkpoint has {stored.step} steps, its data position {position.num_steps}"
-        findings.append(Finding("corrupt", message, RECORD))
+        findings.append(Finding("corrupt", message, stored.record_fqn))
     try:
         beside = read_json(stored.path / POSITION_FILE)
-    except (NotFoundError, DamagedError) as error:
+    except NotFoundError as error:
+        if stored.is_ours:
+            findings.append(Finding("missing", str(error), file=POSITION_FILE))
+    except DamagedError as error:
         findings.append(Finding("missing", str(error), file=POSITION_FILE))
     else:
         consumed = beside.get("consumed") if isinstance(beside, dict) else None
         if consumed != position.consumed:
-            message = f"{POSITION_FILE} says {consumed} units, {RECORD} {position.consumed}"
+            message = f"{POSITION_FILE} says {consumed} units, {stored.record_fqn} {position.consumed}"
             findings.append(Finding("corrupt", message, file=POSITION_FILE))
     return findings

@@ -75,12 +75,12 @@ def titan(path, batches=(12, 12, 12), step=6, num_workers=0, world_size=None):
         for _ in range(count):
             next(items)
         state |= loader.state_dict()
-    return foreign(path, dataloader=state, train_state={"step": torch.tensor(step, dtype=torch.int32)})
+    return foreign(path, dataloader=state, train_state={"step": step})
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_torchtitans_ranks_add_up_to_one_count(tmp_path, num_workers):
-    path = titan(tmp_path / "step-6", num_workers=num_workers)
+@pytest.mark.parametrize(("num_workers", "step"), [(0, 6), (1, torch.tensor(6, dtype=torch.int32))])
+def test_torchtitans_ranks_add_up_to_one_count(tmp_path, num_workers, step):
+    path = titan(tmp_path / "step-6", step=step, num_workers=num_workers)
     shards = shard_bytes(path)
     result = import_position(str(path), "torchtitan", **STREAM, batch_size=2)
     assert result.executed
@@ -159,9 +159,19 @@ def test_torchdatas_states_say_nothing_of_other_ranks(tmp_path):
         import_position(str(path), "torchdata", states=states, **STREAM)
     result = import_position(str(path), "torchdata", states=states, world_size=2, **STREAM)
     assert result.details["disagreements"] == ["of 2 ranks, 1 have no state"]
+
+
+def test_batches_since_a_loaders_snapshot_are_counted_but_not_known_to_its_sampler(tmp_path):
+    path = foreign(tmp_path / "step-5")
     late = torchdata_states(tmp_path / "late", (3,), num_workers=1, snapshot_every_n_steps=2)
-    with pytest.raises(UnsupportedError, match="1 batches were given since the loader's snapshot"):
-        import_position(str(path), "torchdata", states=late, world_size=1, **STREAM)
+    import_position(str(path), "torchdata", states=late, world_size=1, batch_size=3, **STREAM)
+    assert read_position(path).position.consumed == 9
+    sampler = GlobalBatchSampler(A, global_batch_size=8, rank=1, world_size=2, seq_len=16)
+    loader = StatefulDataLoader(range(100), batch_sampler=sampler, num_workers=1, snapshot_every_n_steps=2)
+    next(iter(loader))
+    path = foreign(tmp_path / "ours", loader=loader.state_dict())
+    with pytest.raises(UnsupportedError, match="the sampler's place is that of 1 batches before"):
+        import_position(str(path), "torchdata")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
