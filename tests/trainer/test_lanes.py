@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -10,11 +11,21 @@ import pytest
 import ckptool
 from ckptool import DamagedError, MismatchError, NotFoundError, UnsupportedError, UsageError
 from tests.trainer.tiny import make_tokenizer, run
-from trainer.sources.lanes import LaneReader, Lanes, check_resumable, open_stream, split_into_lanes
-from trainer.sources.spec import SourceSpec
+from trainer.sources.lanes import (
+    LaneReader,
+    Lanes,
+    check_resumable,
+    open_stream,
+    split_into_lanes,
+    stream_fingerprint,
+)
+from trainer.sources.spec import SourceSpec, parse_sources
 
 NUM_ROWS = 60
 SEQ_LEN = 11
+
+#: The places of the first ten rows of lane 0 in a block of ten: a change here changes what runs were trained on.
+GOLDEN_BLOCK = [6, 8, 7, 5, 4, 0, 3, 1, 2, 9]
 
 
 def rows(num_rows=NUM_ROWS, num_shards=4):
@@ -22,16 +33,17 @@ def rows(num_rows=NUM_ROWS, num_shards=4):
     return datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset(num_shards=num_shards)
 
 
-def lanes_of(data_set, num_lanes=4):
-    spec = SourceSpec("stream", ("made",), "made", lanes=num_lanes)
+def lanes_of(data_set, num_lanes=4, shuffle=0):
+    spec = SourceSpec("stream", ("made",), "made", lanes=num_lanes, shuffle=shuffle)
     return split_into_lanes(data_set, spec, make_tokenizer(), SEQ_LEN)
 
 
+@pytest.mark.parametrize("shuffle", [0, 7])
 @pytest.mark.parametrize("num_lanes", [1, 3, 4])
-def test_the_lanes_hold_every_row_once(num_lanes):
+def test_the_lanes_hold_every_row_once(num_lanes, shuffle):
     """Three lanes of four shards take every third row; one and four lanes take whole shards."""
     texts = []
-    for lane in lanes_of(rows(), num_lanes):
+    for lane in lanes_of(rows(), num_lanes, shuffle):
         reader, tokens = LaneReader(lane), []
         while reader.epoch == 0:
             tokens += reader.next_window()[:-1].tolist()
@@ -56,9 +68,10 @@ def test_lanes_read_in_turns_are_the_lanes_read_alone(num_lanes):
     ]
 
 
-def test_every_state_of_a_lane_goes_on_as_if_it_had_not_stopped():
+@pytest.mark.parametrize("shuffle", [0, 1, 4, 9, 50])
+def test_every_state_of_a_lane_goes_on_as_if_it_had_not_stopped(shuffle):
     """Also over the lane's end, from a state that was loaded and not yet read from, and from one loaded before it."""
-    [lane] = lanes_of(rows(9, num_shards=1), 1)
+    [lane] = lanes_of(rows(9, num_shards=1), 1, shuffle)
     smooth = LaneReader(lane)
     expected = [smooth.next_window().tolist() for _ in range(40)]
     assert smooth.epoch > 1
@@ -118,6 +131,23 @@ def test_sound_data_sets_pass_the_double_resume():
     assert check_resumable(lambda: rows(3, num_shards=1), "short") not in digests
 
 
+def documents_of(lane, num_windows):
+    tokens = [token for window in read(lane, num_windows) for token in window[:-1].tolist()]
+    return make_tokenizer().decode(tokens).split("<eos>")
+
+
+def test_blocks_of_a_lane_are_shuffled_each_epoch_and_lane_in_another_way():
+    plain, shuffled = (documents_of(lanes_of(rows(20, 1), 1, shuffle)[0], 60) for shuffle in (0, 10))
+    blocks = [shuffled[start : start + 10] for start in range(0, 40, 10)]
+    assert [sorted(block) for block in blocks] == [sorted(plain[start : start + 10]) for start in range(0, 40, 10)]
+    assert blocks[0] != plain[:10]
+    assert blocks[0] != blocks[2]
+    places = [[int(text.split()[1]) // 10 for text in block] for block in blocks]
+    assert places == [[0] * 10, [1] * 10] * 2
+    golden = [int(text.split()[1]) for text in blocks[0]]
+    assert golden == GOLDEN_BLOCK
+
+
 class Frozen:
     """datasets#8308: the state doesn't advance once one was loaded."""
 
@@ -146,12 +176,45 @@ class Ahead(Frozen):
 
 @pytest.mark.parametrize(
     ("opened", "row"),
-    [(Frozen, 12), (Ahead, 5), (lambda: rows().shuffle(seed=1, buffer_size=10), r"\d+")],
-    ids=["frozen", "ahead", "shuffled"],
+    [(Frozen, 12), (Ahead, 5)],
+    ids=["frozen", "ahead"],
 )
 def test_data_sets_whose_state_is_wrong_are_refused(opened, row):
     with pytest.raises(UnsupportedError, match=f"made: this data set can't be resumed: with two resumes row {row} "):
         check_resumable(opened, "made")
+
+
+@pytest.mark.parametrize("size", [2, 10, 1000])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_shuffle_buffers_are_refused_whatever_their_size(size, wrapped):
+    """A large one gives its first half as if nothing were wrong, longer than any test of rows would read."""
+
+    def opened():
+        shuffled = rows(5000).shuffle(seed=1, buffer_size=size)
+        return datasets.interleave_datasets([shuffled.filter(bool), rows()]) if wrapped else shuffled
+
+    with pytest.raises(
+        UnsupportedError, match=f"made: .* shuffled by a buffer of {size} rows, which is lost on resume"
+    ):
+        check_resumable(opened, "made")
+
+
+def test_blocks_are_asked_for_in_a_toml_file_and_are_in_the_fingerprint(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path / "hf")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in range(30)))
+    table = '[[source]]\nkind = "stream"\npath = "lines.jsonl"\nlanes = 1\nshuffle = '
+    (tmp_path / "data.toml").write_text(table + "8")
+    [spec] = parse_sources([str(tmp_path / "data.toml")])
+    assert spec.shuffle == 8
+    assert stream_fingerprint(spec, tmp_path / "hf")["shuffle"] == 8
+    assert "shuffle" not in stream_fingerprint(replace(spec, shuffle=0), tmp_path / "hf")
+    for wrong, message in (("-1", "shuffle is -1"), ("true", "shuffle is True")):
+        (tmp_path / "data.toml").write_text(table + wrong)
+        with pytest.raises(UsageError, match=message):
+            parse_sources([str(tmp_path / "data.toml")])
+    (tmp_path / "data.toml").write_text((table + "8").replace("stream", "jsonl"))
+    with pytest.raises(UsageError, match="shuffle is for streams"):
+        parse_sources([str(tmp_path / "data.toml")])
 
 
 def test_what_can_be_streamed(tmp_path):

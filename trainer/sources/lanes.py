@@ -2,8 +2,8 @@
 
 A lane is `split_dataset_by_node(data_set, lane, num_lanes)`, its documents joined and cut into windows. The number of
 lanes, not the world size, decides which rows a lane has, so lanes move between ranks. A lane's state is the data set's
-own, and the tokens that were read but not given out yet. Nothing is shuffled: `.shuffle(buffer_size)` loses its buffer
-when it is resumed.
+own, and the tokens that were read but not given out yet. `.shuffle(buffer_size)` of a data set loses its buffer when it
+is resumed; what shuffles here are blocks of rows, which a resume reads again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -30,7 +31,7 @@ _STOPS = (5, 12, 19)
 
 @dataclass(frozen=True)
 class Lane:
-    """What a lane is made from: `opened()` is a new iterable data set of its rows."""
+    """What a lane is made from: `opened()` is a new iterable data set of its rows, `shuffle` the rows of a block."""
 
     number: int
     num_lanes: int
@@ -38,6 +39,7 @@ class Lane:
     tokenizer: Any
     field: str
     seq_len: int
+    shuffle: int = 0
 
 
 class LaneReader:
@@ -50,6 +52,7 @@ class LaneReader:
             stored = json.loads(state) if state else {"data_set": None, "rest": [], "epoch": 0, "num_windows": 0}
             self._rest: list[int] = list(stored["rest"])
             self.epoch, self.num_windows = int(stored["epoch"]), int(stored["num_windows"])
+            self._block, self._num_given = int(stored.get("block", 0)), int(stored.get("given", 0))
             begin = stored["data_set"]
         except (ValueError, TypeError, KeyError) as error:
             raise DamagedError(f"the state of lane {lane.number} is none: {error!r}") from error
@@ -69,6 +72,8 @@ class LaneReader:
         """JSON; reading goes on after the window that was given last."""
         begin = self._data_set.state_dict() if self._has_read else self._begin
         record = {"data_set": begin, "rest": self._rest, "epoch": self.epoch, "num_windows": self.num_windows}
+        if self._lane.shuffle:
+            record |= {"data_set": self._begin, "block": self._block, "given": self._num_given}
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     def _open(self, begin: dict[str, Any] | None) -> None:
@@ -78,9 +83,9 @@ class LaneReader:
         self._documents = self._read()
 
     def _read(self) -> Iterator[list[int]]:
-        num_documents, is_whole = 0, self._begin is None
+        num_documents, is_whole = 0, self._begin is None and not self._num_given
         while True:
-            for row in self._data_set:
+            for row in self._shuffled() if self._lane.shuffle else self._data_set:
                 self._has_read = True
                 text = text_of(row, self._lane.field)
                 if text:
@@ -94,6 +99,22 @@ class LaneReader:
             num_documents, is_whole = 0, True
             self.epoch += 1
             self._data_set, self._begin, self._has_read = self._lane.opened(), None, False
+            self._block = self._num_given = 0
+
+    def _shuffled(self) -> Iterator[dict[str, Any]]:
+        """The rows block by block, each block in an order of its own. A state says where the block begins, and how many
+        of its rows were given."""
+        rows = iter(self._data_set)
+        while block := list(islice(rows, self._lane.shuffle)):
+            # random() gives the same numbers for a seed in all versions of Python; shuffle() doesn't promise it.
+            key = f"ckptool-lane-1 lane={self._lane.number} epoch={self.epoch} block={self._block}"
+            draw = random.Random(key).random
+            order = sorted((draw(), place) for place in range(len(block)))
+            for _, place in order[self._num_given :]:
+                self._num_given += 1
+                yield block[place]
+            self._begin = self._data_set.state_dict()
+            self._block, self._num_given = self._block + 1, 0
 
     def _end_of_text(self) -> int:
         return self._lane.tokenizer.eos_token_id
@@ -170,6 +191,7 @@ def stream_fingerprint(spec: SourceSpec, hf_folder: Path) -> dict[str, str | int
         "split": spec.split,
         "field": spec.field,
         "lanes": spec.lanes,
+        **({"shuffle": spec.shuffle} if spec.shuffle else {}),
         "num_shards": stream.n_shards,
         "first_rows": check_resumable(first.opened, spec.name),
         "tokenizer": tokenizer_digest(hf_folder),
@@ -205,15 +227,21 @@ def split_into_lanes(data_set: Any, spec: SourceSpec, tokenizer: Any, seq_len: i
         # Data sets that are made from one another share what they count in: each reader needs a whole copy.
         return lambda: split_dataset_by_node(copy.deepcopy(data_set), number, spec.lanes)
 
-    return [Lane(n, spec.lanes, opened(n), tokenizer, spec.field, seq_len) for n in range(spec.lanes)]
+    return [Lane(n, spec.lanes, opened(n), tokenizer, spec.field, seq_len, spec.shuffle) for n in range(spec.lanes)]
 
 
 def check_resumable(opened: Callable[[], Any], name: str) -> str:
     """Read some rows at once and with two resumes between them; returns a digest of them.
 
-    Raises UnsupportedError when that is not the same: in several versions of `datasets`, and with `map`, `filter` or
-    `shuffle`, a state that was saved after a resume, or inside a batch of rows, is wrong (datasets#7901, #8145, #8308).
+    Raises UnsupportedError when that is not the same: in several versions of `datasets`, and with `map` or `filter`, a
+    state that was saved after a resume, or inside a batch of rows, is wrong (datasets#7901, #8145, #8308). So it does
+    for a shuffle by a buffer, whatever its size: it is lost with the first resume after half of it was given.
     """
+    if (buffer_size := _shuffle_buffer(opened())) > 1:
+        raise UnsupportedError(
+            f"{name}: this data set is shuffled by a buffer of {buffer_size} rows, which is lost on resume",
+            hint=f"shuffle = {buffer_size} in a TOML file, instead: it can be resumed",
+        )
     whole = list(islice(opened(), _STOPS[-1]))
     pieces: list[Any] = []
     state = None
@@ -227,6 +255,19 @@ def check_resumable(opened: Callable[[], Any], name: str) -> str:
         wrong = next((n for n, (a, b) in enumerate(zip(whole, pieces, strict=False)) if a != b), len(pieces))
         raise UnsupportedError(
             f"{name}: this data set can't be resumed: with two resumes row {wrong} is another one",
-            hint="another version of the datasets library; no map, filter or shuffle; or an indexed source (hf:)",
+            hint="another version of the datasets library; no map or filter; or an indexed source (hf:)",
         )
     return hashlib.blake2b(json.dumps(whole, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def _shuffle_buffer(data_set: Any) -> int:
+    """The rows of the largest shuffle buffer inside a data set of `datasets`, by its classes; 0 when there is none."""
+    largest = 0
+    pending: list[Any] = [getattr(data_set, "_ex_iterable", None)]
+    while pending:
+        part = pending.pop()
+        if type(part).__name__.startswith("BufferShuffled"):
+            largest = max(largest, getattr(part, "buffer_size", 0))
+        pending += [part.ex_iterable] if hasattr(part, "ex_iterable") else []
+        pending += getattr(part, "ex_iterables", [])
+    return largest

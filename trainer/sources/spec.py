@@ -31,7 +31,7 @@ class SourceSpec:
 
     `field` is the column that holds the text; `split` and `config` choose inside a data set of kind `hf`; `dtype` is
     that of raw token files, "" for the smallest unsigned one that holds the vocabulary; `lanes` is how many of them a
-    source of kind `stream` has.
+    source of kind `stream` has, `shuffle` in blocks of how many rows each is shuffled, 0 for not at all.
     """
 
     kind: str
@@ -43,6 +43,7 @@ class SourceSpec:
     config: str = ""
     dtype: str = ""
     lanes: int = 8
+    shuffle: int = 0
 
 
 def parse_sources(data: Iterable[str]) -> tuple[SourceSpec, ...]:
@@ -99,17 +100,22 @@ def _parse_table(table: dict[str, Any], path: Path, number: int) -> SourceSpec:
     kind, target = table.get("kind", "files"), table.get("path")
     if kind not in KINDS:
         raise UsageError(f"{where}: no kind of source is called {kind!r}", hint=f"kinds: {' '.join(KINDS)}")
-    texts = {key: table.get(key, "") for key in known - {"weight", "path", "lanes"}}
+    texts = {key: table.get(key, "") for key in known - {"weight", "path", "lanes", "shuffle"}}
     if not isinstance(target, str) or not target or not all(isinstance(value, str) for value in texts.values()):
-        raise UsageError(f"{where}: path must be there, and all keys but weight and lanes must be strings")
+        raise UsageError(f"{where}: path must be there, and all keys but weight, lanes and shuffle must be strings")
     weight = table.get("weight")
     if weight is not None and (type(weight) not in (int, float) or not 0 < weight < float("inf")):
         raise UsageError(f"{where}: weight is {weight!r}, not a positive number")
     lanes = table.get("lanes", 1)
     if type(lanes) is not int or lanes < 1:
         raise UsageError(f"{where}: lanes is {lanes!r}, not a positive number")
+    shuffle = table.get("shuffle", 0)
+    if type(shuffle) is not int or shuffle < 0:
+        raise UsageError(f"{where}: shuffle is {shuffle!r}, not a number of rows")
+    if shuffle and kind != "stream":
+        raise UsageError(f"{where}: shuffle is for streams", hint="all other sources are shuffled as a whole")
     beside = path.parent / Path(target).expanduser()
     if kind not in ("hf", "stream", "loader") or beside.exists():
         target = str(beside)
-    options = {key: table[key] for key in ("field", "split", "config", "dtype", "lanes") if key in table}
+    options = {key: table[key] for key in ("field", "split", "config", "dtype", "lanes", "shuffle") if key in table}
     return SourceSpec(kind, (target,), table.get("name", _name_of(target)), weight, **options)
