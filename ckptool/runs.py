@@ -95,6 +95,11 @@ def resolve(name: str | Place, root: Place | None = None) -> Place:
         candidates = ", ".join(dict.fromkeys(str(path) for path in found_inside[:5]))
         raise NotFoundError(f"{name} is not a checkpoint, but has some inside", hint=f"did you mean {candidates}?")
     existing = next((path for path in places if path.exists()), None)
+    if existing is not None and any(existing.glob("shard-*.safetensors")):
+        raise NotFoundError(
+            f"{existing} is DCP in safetensors files, which only export, inspect, verify and diff read as it is",
+            hint=f"ckptool import-hf {existing}",
+        )
     if existing is not None:
         raise NotFoundError(
             f"{existing} is not a checkpoint: it has no {METADATA_FILE}", hint=_what_is_there(name, root)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 import ckptool
-from ckptool import MismatchError, UnsupportedError, UsageError
+from ckptool import MismatchError, Place, UnsupportedError, UsageError
 from trainer.config import ALL_LINEAR, TrainConfig
 from trainer.model import named_parameters
 
@@ -39,14 +38,14 @@ class Adapter:
             return None
         return cls(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
 
-    def record(self, base: Path) -> dict[str, Any]:
+    def record(self, base: Place) -> dict[str, Any]:
         """What a checkpoint's provenance says of it: the numbers, and which weights it belongs to."""
         return {
             **{"type": "lora", "rank": self.rank, "alpha": self.alpha, "targets": self.targets},
             **{"base": base.name, "base_digest": ckptool.weights_digest(base)},
         }
 
-    def check_same(self, stored: dict[str, Any], where: Path) -> None:
+    def check_same(self, stored: dict[str, Any], where: Place) -> None:
         """Raises MismatchError when the adapter that `where` holds is another one."""
         told: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha}
         if "config" not in stored:  # peft's own says in other words which layers they are
@@ -59,7 +58,7 @@ class Adapter:
                 f"--lora-targets {stored.get('targets')}",
             )
 
-    def check_imported(self, stored: dict[str, Any], where: Path) -> None:
+    def check_imported(self, stored: dict[str, Any], where: Place) -> None:
         """Raises MismatchError when an adapter that peft made is another one than this, UnsupportedError when layers
         differ in more than their sizes."""
         own = [key for key in ("use_rslora", "rank_pattern", "alpha_pattern") if stored["config"].get(key)]
@@ -69,7 +68,7 @@ class Adapter:
             )
         self.check_same(stored, where)
 
-    def check_base(self, stored: dict[str, Any], base: Path) -> None:
+    def check_base(self, stored: dict[str, Any], base: Place) -> None:
         """Raises MismatchError when `base` holds other weights than those that the adapter was trained on."""
         if stored.get("base_digest") != ckptool.weights_digest(base):
             raise MismatchError(

@@ -22,7 +22,7 @@ SHARDING_KEY = "DCP_SHARDING_INFO"
 FILE_PATTERN = "shard-*.safetensors"
 
 #: Where NeMo Automodel keeps the config and tokenizer of the model.
-_SIDE_FOLDER = ".hf_metadata"
+SIDE_FOLDER = ".hf_metadata"
 _PIECE_BYTES = 8 << 20
 
 
@@ -39,7 +39,7 @@ class ShardedSafetensors:
     """
 
     def __init__(self, path: Place) -> None:
-        beside = path / _SIDE_FOLDER
+        beside = path / SIDE_FOLDER
         self.folder = beside if (beside / "config.json").is_file() else path
         self.notes: list[str] = []
         self._reader = range_reader(path)
@@ -50,7 +50,8 @@ class ShardedSafetensors:
                 parts.setdefault(name, []).append((dtype, chunk))
         tensors = {name: _whole(path, name, found) for name, found in parts.items()}
         sizes = {file: (path / file).stat().st_size for file in files}
-        self.manifest = Manifest(str(path), tensors, files=sizes)
+        # The dots in a name are the model's own: each is one key at the top.
+        self.manifest = Manifest(str(path), tensors, paths={name: (name,) for name in tensors}, files=sizes)
         self.manifest.check_cover()
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:

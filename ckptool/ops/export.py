@@ -15,7 +15,6 @@ from ckptool.core.interfaces import Progress
 from ckptool.core.parts import Part
 from ckptool.core.plan import Plan, Result
 from ckptool.errors import NotFoundError, UsageError
-from ckptool.formats.dcp_source import DcpSource
 from ckptool.naming.dialects import dialect_names, load_dialect
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.selection import select_sources
@@ -29,9 +28,9 @@ from ckptool.ops.head_start import Copying, at_once, is_worth_it, with_head_star
 from ckptool.ops.model_card import read_origin
 from ckptool.ops.model_source import ModelSource
 from ckptool.ops.push import Push, PushTarget, push_details
+from ckptool.ops.stored import find_stored, open_stored
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, refuse_own_source
 from ckptool.planner import plan_conversion
-from ckptool.runs import resolve
 from ckptool.storage.files import Place
 from ckptool.storage.place import local_path
 from ckptool.storage.staging import is_being_written, refuse_existing, staged_directory, staged_file
@@ -92,7 +91,7 @@ def export(
         raise UsageError("--keys and --exclude go with --engine stream")
     cast = checked_dtype(dtype)
     is_chosen = chooser(keys, exclude)
-    path = resolve(name, root)
+    path = find_stored(name, root)
     if to == "torch":
         if cast or untie:
             raise UsageError("--dtype and --untie go with --to hf: the .pt file holds what the checkpoint holds")
@@ -230,7 +229,7 @@ def _to_torch(
 
     refuse_existing(target, how.overwrite, is_file=True)
     refuse_own_source(path, target)
-    with contextlib.closing(DcpSource(path)) as source:
+    with contextlib.closing(open_stored(path)) as source:
         manifest = _part(source.manifest, is_chosen)
         names = keep_names({fqn: entry.shape for fqn, entry in manifest.tensors.items()}, None, "")
         plan = plan_conversion(

@@ -6,14 +6,13 @@ import fnmatch
 from collections import Counter, defaultdict
 from typing import Any
 
-from ckptool import runs
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.plan import Result
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import CkptoolError, DamagedError
-from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.naming.dialects import find_dialect
 from ckptool.naming.sections import read_sections
+from ckptool.ops.stored import find_stored, read_stored
 from ckptool.storage.files import Place, read_json
 
 DATA_POSITION_FILE = "data_position.json"
@@ -25,8 +24,8 @@ def inspect(name: str, *, root: Place | None = None, keys: str = "*") -> Result:
     `keys` is a glob that fqns must match to be listed; the totals are always of the whole checkpoint. Raises
     NotFoundError for an unknown name, DamagedError or UnsafeError for metadata that can't be trusted.
     """
-    path = runs.resolve(name, root)
-    manifest = read_manifest(path)
+    path = find_stored(name, root)
+    manifest = read_stored(path)
     files = _files(manifest)
     details = {
         "num_tensors": len(manifest.tensors),

@@ -9,11 +9,12 @@ from pathlib import Path
 from ckptool.core.box import Box
 from ckptool.errors import DamagedError, NotFoundError, name_some
 from ckptool.formats.dcp_metadata import MODEL_PREFIX
-from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import CONFIG_NAME
 from ckptool.formats.hf_folder import EXTRA_NAME, HfSource, model_folder, side_files, weight_kind
+from ckptool.formats.sharded_safetensors import SIDE_FOLDER
 from ckptool.hub import locate
 from ckptool.naming.sections import MODEL, read_sections
+from ckptool.ops.stored import open_stored
 from ckptool.storage.files import Place, read_json
 from ckptool.storage.place import fetched
 
@@ -36,7 +37,7 @@ class ModelSource:
     """
 
     def __init__(self, path: Place) -> None:
-        self._dcp = DcpSource(path)
+        self._dcp = open_stored(path)
         manifest = self._dcp.manifest
         self.sections = read_sections(manifest)
         self.stored = {MODEL_PREFIX + name: fqn for name, fqn in self.sections.model.items()}
@@ -119,7 +120,8 @@ def find_config(path: Place, config: str) -> ConfigFolder:
     own = path / "hf"
     if own.is_dir():
         return ConfigFolder(model_folder(own), tuple(side_files(own)))
-    near = next((place for place in (path, path.parent) if _is_config(place / CONFIG_NAME)), None)
+    places = (path / SIDE_FOLDER, path, path.parent)
+    near = next((place for place in places if _is_config(place / CONFIG_NAME)), None)
     if near is None:
         return ConfigFolder(fetched(own, ()))
     names = _model_files(near)

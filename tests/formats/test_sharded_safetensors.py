@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptool
+from ckptool.cli.main import run
 from ckptool.core.box import Box
 from ckptool.errors import DamagedError
 from ckptool.formats.sharded_safetensors import ShardedSafetensors
@@ -52,6 +54,28 @@ def test_it_comes_in_whole(folder: Path, tmp_path: Path, model: transformers.Lla
     assert all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
     assert ckptool.verify("nemo", root=tmp_path, against=str(folder)).exit_code == 0
     assert ckptool.verify(str(folder), finite=True).exit_code == 0
+
+
+def test_it_is_shown_and_exported_as_it_is(
+    folder: Path, tmp_path: Path, model: transformers.LlamaForCausalLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its own name, and by that of the step's folder around it."""
+    step = tmp_path / "epoch_0_step_10"
+    shutil.copytree(folder, step / "model")
+    for name in (folder, step):
+        assert run(["inspect", str(name), "--keys", "*norm*", "--json"]) == 0
+        details = json.loads(capsys.readouterr().out)
+        assert details["num_tensors"] == len(model.state_dict()) and details["sections"] == {"model": 21}
+    assert run(["export", str(step), "--out", str(tmp_path / "out")]) == 0
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in model.state_dict().items())
+    assert run(["export", str(step), "--to", "torch", "--out", str(tmp_path / "all.pt")]) == 0
+    single = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert all(torch.equal(single[name], tensor) for name, tensor in model.state_dict().items())
+    assert run(["export", str(folder), "--engine", "torch", "--out", str(tmp_path / "no")]) == 2
+    assert "not those of" in capsys.readouterr().err
+    assert run(["reshard", str(folder), str(tmp_path / "no"), "--world-size", "2"]) == 1
+    assert f"ckptool import-hf {folder}" in capsys.readouterr().err
 
 
 def test_any_box_is_read(folder: Path, model: transformers.LlamaForCausalLM) -> None:
