@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 from ckptool.errors import NotFoundError, StorageError, UsageError, name_some
+from ckptool.formats.gguf_file import find_gguf
 from ckptool.formats.hf_folder import WeightKind, is_weight_file, read_index, weight_kind
+from ckptool.formats.meta_folder import find_meta, is_meta_file
 from ckptool.storage.files import Place
 from ckptool.storage.hub_calls import asked, is_offline
 from ckptool.storage.hub_store import HubStore, parse_hub_url
@@ -110,6 +113,8 @@ def _from_hub(repo: str, revision: str | None, weights: bool, local_cache: bool,
         return Located(StorePath(HubStore(url, commit)), info.id.rpartition("/")[2], origin)
     if kind is not None:
         wanted += _weight_files(repo, commit, kind, top)
+    elif weights:
+        wanted += _other_weights(repo, present)
     # By the name of the revision, not by its commit: so the cache learns the name, and has it when offline.
     folder = _snapshot(repo, revision, wanted, show_progress)
     # When it can't reach the Hub half-way, huggingface_hub is content with a folder that an earlier call has begun.
@@ -154,3 +159,15 @@ def _weight_files(repo: str, commit: str, kind: WeightKind, top: Sequence[str]) 
         index = asked(repo, commit, lambda: hf_hub_download(repo, kind.index, revision=commit))
         return [kind.index, *sorted(set(read_index(Path(index)).values()))]
     return [kind.single] if kind.single in top else fnmatch.filter(top, kind.pattern)
+
+
+def _other_weights(repo: str, present: Sequence[str]) -> list[str]:
+    """The files of weights of a repository that has none of the Hub's kinds: those in Meta's form, or a GGUF file.
+
+    Raises UsageError for several GGUF files.
+    """
+    meta = find_meta(present)
+    if meta is not None:
+        return [name for name in present if is_meta_file(name) and os.path.dirname(name) == meta]
+    gguf = find_gguf([name for name in present if "/" not in name], f"hf://{repo}")
+    return [gguf] if gguf else []

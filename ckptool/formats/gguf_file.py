@@ -7,19 +7,32 @@ made alone. Tensors keep their GGUF names (`blk.0.attn_q.weight`); `architecture
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.tensors import Chunk, TensorEntry, is_possible_shape
-from ckptool.errors import DamagedError, NotFoundError, UnsupportedError
+from ckptool.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 from ckptool.storage.files import open_regular, os_errors
 
 SUFFIX = ".gguf"
 
 #: Elements dequantised at once: the library needs several times their size.
 _STRIP_ELEMENTS = 1 << 20
+
+
+def find_gguf(names: Collection[str], location: str) -> str | None:
+    """The GGUF file among the files of the folder `location`; None when there is none. Raises UsageError for several,
+    each of which may be the whole model."""
+    found = sorted(name for name in names if name.endswith(SUFFIX))
+    if len(found) > 1:
+        raise UsageError(
+            f"{location} has {len(found)} GGUF files: {', '.join(found)}",
+            hint=f"name the one to import: {location}/{found[0]}",
+        )
+    return found[0] if found else None
 
 
 class GgufSource:

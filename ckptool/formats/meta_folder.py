@@ -7,7 +7,8 @@ https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+import os
+from collections.abc import Collection
 from typing import Any
 
 from ckptool.core.box import Box
@@ -22,40 +23,57 @@ PARAMS_NAME = "params.json"
 _PATTERN = "consolidated.*.pth"
 
 
-def is_meta_folder(names: Iterable[str]) -> bool:
-    """True for a folder of these files that holds a model in Meta's form."""
-    return any(fnmatch.fnmatchcase(name, _PATTERN) for name in names)
+#: The folder of a Hub repository that holds the model in Meta's form, below the one with the Hub form's config.
+ORIGINAL = "original"
+
+
+def find_meta(names: Collection[str]) -> str | None:
+    """Of the files of a folder, those in `original/` among them: where a model in Meta's form lies, "" for the folder
+    itself; None when there is none."""
+    for folder in ("", ORIGINAL):
+        if any(is_meta_file(name) and os.path.dirname(name) == folder for name in names):
+            return folder
+    return None
+
+
+def is_meta_file(name: str) -> bool:
+    """Is this one of the files of weights?"""
+    return fnmatch.fnmatchcase(os.path.basename(name), _PATTERN)
 
 
 class MetaSource:
-    """Serves every piece as a tensor of its own, `<file>/<name>`; `pieces` has them by name, in the order of ranks.
+    """The model in `folder`, or in its folder `inside`. Serves every piece as a tensor of its own, `<file>/<name>`;
+    `pieces` has them by name, in the order of ranks.
 
     Raises DamagedError when a file lacks a name that another has.
     """
 
-    def __init__(self, folder: Place) -> None:
-        self.folder = folder
+    def __init__(self, folder: Place, inside: str = "") -> None:
+        self.folder = folder / inside if inside else folder
         self._reader = range_reader(folder)
-        files = sorted(fnmatch.filter([path.name for path in folder.iterdir()], _PATTERN))
-        if not (folder / PARAMS_NAME).exists():
-            raise NotFoundError(f"{folder} has no {PARAMS_NAME}, without which its weights mean nothing")
-        self.params = _read_params(folder / PARAMS_NAME)
-        self._weights = {file: TorchWeights(self._reader, file) for file in files}
+        below = f"{inside}/" if inside else ""
+        files = sorted(below + path.name for path in self.folder.iterdir() if is_meta_file(path.name))
+        if not (self.folder / PARAMS_NAME).exists():
+            raise NotFoundError(f"{self.folder} has no {PARAMS_NAME}, without which its weights mean nothing")
+        self.params = _read_params(self.folder / PARAMS_NAME)
+        self._places: dict[str, tuple[TorchWeights, str]] = {}
         self.pieces: dict[str, list[TensorEntry]] = {}
         tensors: dict[str, TensorEntry] = {}
-        for file, weights in self._weights.items():
+        for file in files:
+            weights = TorchWeights(self._reader, file)
             for name, entry in weights.tensors.items():
                 fqn = f"{file}/{name}"
                 tensors[fqn] = TensorEntry(fqn, entry.dtype, entry.shape, entry.chunks)
+                self._places[fqn] = weights, name
                 self.pieces.setdefault(name, []).append(tensors[fqn])
         if lone := [name for name, pieces in self.pieces.items() if len(pieces) != len(files)]:
-            raise DamagedError(f"{folder}: not in all of its {len(files)} files: {name_some(lone)}")
+            raise DamagedError(f"{self.folder}: not in all of its {len(files)} files: {name_some(lone)}")
         sizes = {file: self._reader.path_of(file).stat().st_size for file in files}
-        self.manifest = Manifest(str(folder), tensors, files=sizes)
+        self.manifest = Manifest(str(self.folder), tensors, files=sizes)
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
-        file, _, name = fqn.partition("/")
-        self._weights[file].read_into(name, box, out)
+        weights, name = self._places[fqn]
+        weights.read_into(name, box, out)
 
     def read_object(self, fqn: str) -> bytes:
         raise NotFoundError(f"{self.folder}: files of weights hold no objects, so not {fqn}")

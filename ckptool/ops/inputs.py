@@ -12,9 +12,10 @@ from ckptool.core.box import Box
 from ckptool.core.interfaces import Source
 from ckptool.errors import CkptoolError, name_some
 from ckptool.formats.gguf_file import SUFFIX as GGUF_SUFFIX
+from ckptool.formats.gguf_file import find_gguf
 from ckptool.formats.hf_config import CONFIG_NAME, drop_quantisation, main_dtype, quantisation_of, weights_dtype
 from ckptool.formats.hf_folder import SINGLE_NAME, HfSource, copy_side_files, model_folder, side_files, weight_kind
-from ckptool.formats.meta_folder import is_meta_folder
+from ckptool.formats.meta_folder import ORIGINAL, find_meta
 from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.storage.files import Place, os_errors
@@ -49,9 +50,10 @@ class ModelInput:
 
 
 def open_input(path: Place, cast: str | None) -> ModelInput:
-    """Open a Hugging Face folder or a file of weights. `cast` is the dtype that the weights will get (None: keep).
+    """Open a model's folder or file of weights. `cast` is the dtype that the weights will get (None: keep).
 
-    The caller closes `source`. Raises a CkptoolError when it can't be read, or is not understood.
+    A folder without weights of the Hub's kinds may hold a model in Meta's form, itself or in `original/`, or one GGUF
+    file. The caller closes `source`. Raises a CkptoolError when it can't be read, or is not understood.
     """
     if path.suffix == GGUF_SUFFIX:
         path = fetched(path.parent, [path.name]) / path.name
@@ -60,10 +62,16 @@ def open_input(path: Place, cast: str | None) -> ModelInput:
         return open_gguf(path, cast)
     if path.is_dir():
         names = [file.name for file in path.iterdir()]
-        if weight_kind(names) is None and is_meta_folder(names):
-            from ckptool.ops.input_meta import open_meta
+        if weight_kind(names) is None:
+            original = path / ORIGINAL
+            below = [f"{ORIGINAL}/{file.name}" for file in original.iterdir()] if original.is_dir() else []
+            meta = find_meta([*names, *below])
+            if meta is not None:
+                from ckptool.ops.input_meta import open_meta
 
-            return open_meta(path, cast)
+                return open_meta(path, meta, cast)
+            if (gguf := find_gguf(names, str(path))) is not None:
+                return open_input(path / gguf, cast)
     with contextlib.ExitStack() as stack:
         stored = open_weights(path)
         stack.callback(stored.close)
