@@ -30,8 +30,8 @@ class Provenance:
     Names are live parameter names, without the `model.` prefix. `ties` maps an alias to the parameter that holds its
     bytes; `stored_tied_names` are the names of tied tensors that the source stored, aliases or not, so that an export
     stores the same ones; `untied` are pairs that the source's config ties but whose stored values differ: both were
-    kept. `adapter` is not empty when the weights are a LoRA adapter only: its `rank`, `alpha` and `targets`, and as
-    `base` and `base_digest` the checkpoint whose weights it was trained on. `part` is not empty when an import left
+    kept. `adapter` is not empty when there is a LoRA adapter among the weights: its `rank`, `alpha` and `targets`, and
+    where there is nothing else the checkpoint that it was trained on, as `base` and `base_digest`. `part` is not empty when an import left
     tensors of the model out: its `keys` and `exclude`.
     """
 
