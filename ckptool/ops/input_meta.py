@@ -13,7 +13,7 @@ from ckptool.storage.files import Place
 
 
 def open_meta(folder: Place, inside: str, cast: str | None) -> ModelInput:
-    """Open the model in Meta's form that lies in a folder, or in its folder `inside`. The config is that of its Hub form
+    """Open the model in Meta's form in a folder, or in its folder `inside`. The config is that of its Hub form
     where one lies beside it or, for a folder named `original`, above it; else params.json gives it.
 
     The caller closes `source`. Raises a CkptoolError when the model is damaged or not understood.
