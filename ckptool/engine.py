@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import torch
 
 from ckptool.core.box import Box
 from ckptool.core.budget import MemoryBudget
-from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.core.interfaces import PartWriter, Progress, Sink, Source
 from ckptool.core.parts import FileRecord, Part, PlanItem
-from ckptool.core.plan import PIECES_IN_FLIGHT, item_pieces
+from ckptool.core.plan import BATCH_BYTES, PIECES_IN_FLIGHT, item_pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
 from ckptool.planner import group_bytes
+
+_ALIGNMENT_BYTES = 64
 
 
 class _Buffer:
@@ -26,10 +28,13 @@ class _Buffer:
     def __init__(self) -> None:
         self._bytes = bytearray()
 
-    def view(self, num_bytes: int) -> memoryview:
-        if len(self._bytes) < num_bytes:
-            self._bytes = bytearray(num_bytes)
-        return memoryview(self._bytes)[:num_bytes]
+    def views(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
+        """One after another, each at an address fit for any dtype."""
+        starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes_bytes)]
+        if len(self._bytes) < starts[-1]:
+            self._bytes = bytearray(starts[-1])
+        whole = memoryview(self._bytes)
+        return [whole[start : start + size] for start, size in zip(starts, sizes_bytes, strict=False)]
 
 
 def run(
@@ -91,53 +96,78 @@ def _run_part(
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part `box` of the stored chunk `chunk` of `entry`: in `source`, the elements of `stored`."""
+
+    entry: TensorEntry
+    chunk: Box
+    box: Box
+    source: str
+    stored: Box
+
+
 def _stream(
     items: Iterable[PlanItem], source: Source, writer: PartWriter, report: Progress | None, budget: MemoryBudget
 ) -> None:
     """Copy piece by piece; a thread reads the next pieces while this one writes."""
     ring = itertools.cycle([(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)])
-    work = (
-        (item.targets[0], chunk.box, *piece)
-        for item in items
-        for chunk in item.targets[0].chunks
-        for piece in item_pieces(item, chunk.box, source.manifest.whole_rows)
-    )
-    pending: collections.deque[tuple[TensorEntry, Box, Box, Future[memoryview]]] = collections.deque()
+    pending: collections.deque[tuple[list[_Piece], Future[list[memoryview]]]] = collections.deque()
 
     def write_oldest() -> None:
-        entry, chunk, piece, filled = pending.popleft()
-        data = filled.result()
-        budget.check_going_on()
-        writer.write(entry.fqn, chunk, piece, data)
-        if report:
-            report(len(data))
+        batch, filled = pending.popleft()
+        for piece, data in zip(batch, filled.result(), strict=True):
+            budget.check_going_on()
+            writer.write(piece.entry.fqn, piece.chunk, piece.box, data)
+            if report:
+                report(len(data))
 
     with ThreadPoolExecutor(1, "read") as reader:
         try:
-            for (entry, chunk, piece, fqn, stored), buffers in zip(work, ring, strict=False):
-                filled = reader.submit(_read_piece, source, fqn, stored, entry.dtype, *buffers)
-                pending.append((entry, chunk, piece, filled))
+            for batch, buffers in zip(_batches(items, source), ring, strict=False):
+                pending.append((batch, reader.submit(_read_batch, source, batch, *buffers)))
                 if len(pending) == PIECES_IN_FLIGHT:
                     write_oldest()
             while pending:
                 write_oldest()
         finally:
-            for *_, filled in pending:
+            for _, filled in pending:
                 filled.cancel()
 
 
-def _read_piece(source: Source, fqn: str, box: Box, dtype: str, reading: _Buffer, casting: _Buffer) -> memoryview:
-    """A box's elements as `dtype`, in one of the two buffers."""
-    stored = source.manifest.tensors[fqn]
-    data = reading.view(box.num_elements * stored.itemsize_bytes)
-    source.read_into(fqn, box, data)
-    if dtype == stored.dtype or not data:
-        return data
-    out = casting.view(box.num_elements * ITEMSIZE_BYTES[dtype])
-    before, after = _as_tensor(data, stored.dtype), _as_tensor(out, dtype)
-    after.copy_(before)
-    _check_overflow(fqn, before, after)
-    return out
+def _batches(items: Iterable[PlanItem], source: Source) -> Iterator[list[_Piece]]:
+    """The pieces in order, small ones together: handing one over to another thread takes as long as copying 100 kB."""
+    batch: list[_Piece] = []
+    num_bytes = 0
+    for item in items:
+        entry = item.targets[0]
+        for chunk in entry.chunks:
+            for box, fqn, stored in item_pieces(item, chunk.box, source.manifest.whole_rows):
+                piece_bytes = box.num_elements * max(entry.itemsize_bytes, source.manifest.tensors[fqn].itemsize_bytes)
+                if batch and num_bytes + piece_bytes > BATCH_BYTES:
+                    yield batch
+                    batch, num_bytes = [], 0
+                batch.append(_Piece(entry, chunk.box, box, fqn, stored))
+                num_bytes += piece_bytes
+    if batch:
+        yield batch
+
+
+def _read_batch(source: Source, batch: list[_Piece], reading: _Buffer, casting: _Buffer) -> list[memoryview]:
+    """The elements of each piece in its target's dtype, in one of the two buffers."""
+    stored = [source.manifest.tensors[piece.source] for piece in batch]
+    read = reading.views([piece.box.num_elements * s.itemsize_bytes for piece, s in zip(batch, stored, strict=True)])
+    for piece, data in zip(batch, read, strict=True):
+        source.read_into(piece.source, piece.stored, data)
+    if all(piece.entry.dtype == s.dtype for piece, s in zip(batch, stored, strict=True)):
+        return read
+    made = casting.views([piece.box.num_elements * piece.entry.itemsize_bytes for piece in batch])
+    for piece, one, data, out in zip(batch, stored, read, made, strict=True):
+        if len(data):
+            before, after = _as_tensor(data, one.dtype), _as_tensor(out, piece.entry.dtype)
+            after.copy_(before)
+            _check_overflow(piece.source, before, after)
+    return made
 
 
 def _convert(item: PlanItem, source: Source, writer: PartWriter, report: Progress | None) -> None:

@@ -12,7 +12,7 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.dtypes import CASTABLE
 from ckptool.core.moves import Move, Moves, runs_in_order
 from ckptool.core.parts import Part, PlanItem, Transform, one_part
-from ckptool.core.plan import PIECES_IN_FLIGHT, Plan, pieces
+from ckptool.core.plan import BATCH_BYTES, PIECES_IN_FLIGHT, Plan, pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, UnsupportedError, name_some
 from ckptool.naming.groups import NameGroup, NamePlan
@@ -58,7 +58,9 @@ def plan_conversion(
     num_chunks = sum(len(entry.chunks) for item in items for entry in item.targets)
     parts = tuple(lay_out(items))
     memory_bytes = memory_bytes or DEFAULT_MEMORY_BYTES
-    worker_bytes = max((_stream_bytes(source, item) for item in items), default=0) + FILE_BUFFER_BYTES
+    # Small pieces come in batches, as they are stored and as they are cast.
+    batch_bytes = 2 * PIECES_IN_FLIGHT * min(BATCH_BYTES, write_bytes)
+    worker_bytes = max([batch_bytes, *(_stream_bytes(source, item) for item in items)]) + FILE_BUFFER_BYTES
     num_workers = num_workers or min(usable_cores(), MAX_WORKERS, max(1, memory_bytes // worker_bytes))
     num_workers = max(1, min(num_workers, len(parts)))
     groups = [group_bytes(item, source) for item in items if item.transform is not None]

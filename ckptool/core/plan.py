@@ -31,7 +31,10 @@ def item_pieces(item: PlanItem, box: Box, whole_rows: bool) -> Iterator[tuple[Bo
     return ((piece, source, piece) for piece in pieces(box, itemsize_bytes, whole_rows))
 
 
-#: How many pieces a worker holds at once: one being written, the others read ahead.
+#: Smaller pieces are read together, up to this many bytes.
+BATCH_BYTES = 2 << 20
+
+#: How many pieces, or batches of them, a worker holds at once: one being written, the others read ahead.
 PIECES_IN_FLIGHT = 3
 
 

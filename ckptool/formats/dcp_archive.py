@@ -83,10 +83,13 @@ def archive_template(dtype: str, sizes: tuple[int, ...]) -> ArchiveTemplate:
 
     Raises UnsupportedError when this torch lays archives out in another way than known.
     """
+    import numpy as np
     import torch
 
-    # What is in the tensor doesn't matter. Pages that were never written to all share one, so it costs no memory.
-    tensor = torch.empty(sizes, dtype=getattr(torch, dtype))
+    # What is in the tensor doesn't matter, but goes into the archive's fingerprint: zeros make that the same each time.
+    # Pages that were never written to all share one, so they cost no memory.
+    zeros = np.zeros(math.prod(sizes) * ITEMSIZE_BYTES[dtype], np.uint8)
+    tensor = torch.from_numpy(zeros).view(getattr(torch, dtype)).view(sizes)
     recorder = _Recorder(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
     torch.save(tensor, cast(IO[bytes], recorder))
     prefix, suffix = bytes(recorder.before), bytes(recorder.after)

@@ -138,7 +138,8 @@ def test_fused_experts_take_the_memory_of_a_few_pieces(
 ) -> None:
     model = experts()
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("ckptool.core.plan.PIECE_BYTES", 1 << 16)
+    for name in ("core.plan.PIECE_BYTES", "engine.BATCH_BYTES", "planner.BATCH_BYTES"):
+        monkeypatch.setattr(f"ckptool.{name}", 1 << 16)
     source = HfSource(tmp_path)
     names = plan_import(build_meta_model(tmp_path, dtype), source.manifest.tensors, dtype, lambda a, b: False)
     plan = plan_conversion("import", source.manifest, names, "memory", cut=cut_tensor, piece_bytes=1 << 20)
