@@ -83,9 +83,9 @@ def build_from_config(
 def relatives(model: transformers.PreTrainedModel) -> list[transformers.PreTrainedModel]:
     """The model that is pretrained with this config and the bare one, on meta: what they have beyond `model` (a pooler,
     a head for another task) may lie in the same files."""
-    autos = (transformers.AutoModelForPreTraining, transformers.AutoModel)
-    config = type(model.config)
-    classes: set[Any] = {auto._model_mapping[config] for auto in autos if config in auto._model_mapping} - {type(model)}
+    classes: set[Any] = {
+        _mapped(auto, model.config) for auto in (transformers.AutoModelForPreTraining, transformers.AutoModel)
+    } - {type(model)}
     with torch.device("meta"):
         return [found._from_config(model.config) for found in classes if _is_model_class(found)]
 
@@ -116,13 +116,21 @@ def _model_class(location: str, config: Any) -> Any:
         if _is_model_class(model_class):
             return model_class
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+        if (mapped := _mapped(auto, config)) is not None:
+            return mapped
     raise UnsupportedError(
         f"{location}: transformers {transformers.__version__} has no model for {config.model_type!r} "
         f"(architectures {config.architectures})",
         hint="pip install -U transformers",
     )
+
+
+def _mapped(auto: Any, config: Any) -> Any:
+    """The class that an auto class has for a config; None when it has none, or names one that transformers lacks."""
+    try:
+        return auto._model_mapping.get(type(config), None)
+    except ValueError:
+        return None
 
 
 def _is_model_class(found: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Collection
 from typing import Any
 
@@ -91,38 +92,67 @@ EXTRA: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": False, "multi_query": True},
     "gpt_neox": {"num_key_value_heads": None},
     "gemma3_text": {"layer_types": None},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": {"1": {"head_dim": 16}},
+    },
+    "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_n_groups": 2},
+    "granitemoehybrid": {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_n_groups": 2, "layer_types": None},
+    "nemotron": {"num_key_value_heads": 2},
+    "ministral": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "dots1": {"n_routed_experts": 6, "n_shared_experts": 2},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
-#: The sizes that alone are shrunk where the class refuses a config with all of them.
-DEPTHS = ("vocab_size", *(key for key in SIZES if "layers" in key or key == "n_layer"))
+#: The numbers of layers.
+DEPTHS = tuple(key for key in SIZES if "layers" in key or key == "n_layer")
 
-#: A tiny model has at most this many parameters.
-MAX_PARAMETERS = 30_000_000
+#: Which sizes are shrunk: all, or, where the class refuses such a config, fewer and fewer.
+CHOICES = (
+    tuple(SIZES),
+    tuple(key for key in SIZES if "head" not in key),
+    tuple(key for key in SIZES if key in DEPTHS or key.startswith("vocab") or "experts" in key),
+    (),
+)
+
+#: What transformers works out itself, and what would contradict the layers that are left.
+WORKED_OUT = ("out_features", "out_indices", "stage_names", "_out_features", "_out_indices")
+
+#: A tiny model has at most this many parameters; most have a hundredth.
+MAX_PARAMETERS = 130_000_000
 
 
-def shrink(config: PretrainedConfig, keys: Collection[str] = tuple(SIZES)) -> PretrainedConfig:
-    """A config of the same class with the sizes above, sub-configs included. Raises whatever the class refuses."""
+def shrink(config: PretrainedConfig, keys: Collection[str], with_nones: bool = True) -> PretrainedConfig:
+    """A config of the same class with the sizes above, sub-configs included. Raises whatever the class refuses.
+
+    `with_nones` hands on what the config's own class has as None, instead of leaving it to the class.
+    """
     record = config.to_dict()
     small = _shrink_dict(record, keys)
     for key in list(record):
-        if isinstance(getattr(config, key, None), PretrainedConfig):
-            small[key] = shrink(getattr(config, key), keys).to_dict()
-    small.update(EXTRA.get(config.model_type, {}))
+        part = vars(config).get(key)
+        if isinstance(part, PretrainedConfig):
+            small[key] = shrink(part, keys, with_nones).to_dict()
+    small.update(EXTRA.get(config.model_type, {}) if keys else {})
     for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
-        if isinstance(small.get(key), int) and small[key] >= SIZES["vocab_size"]:
+        if isinstance(small.get(key), int) and "vocab_size" in keys and small[key] >= SIZES["vocab_size"]:
             small[key] = 1
-    for key in ("architectures", "transformers_version", "model_type", "dtype"):
+    for key in ("architectures", "transformers_version", "model_type", "dtype", *WORKED_OUT):
         small.pop(key, None)
-    return type(config)(**small)
+    return type(config)(**{key: value for key, value in small.items() if with_nones or value is not None})
 
 
 def _shrink_dict(record: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     small = dict(record)
+    depths = {record[key] for key in DEPTHS if key in keys and type(record.get(key)) is int}
     for key, value in record.items():
         if type(value) is int and key in keys:
             small[key] = SIZES.get(key, value)
-        elif key in PER_LAYER and isinstance(value, list):
+        elif isinstance(value, list) and keys and (key in PER_LAYER or len(value) in depths):
             small[key] = (value * 2)[: SIZES["num_hidden_layers"]]
     return small
 
@@ -185,18 +215,18 @@ def build(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 def _smallest(found: type[PreTrainedModel], config_class: type[PretrainedConfig]) -> PretrainedConfig:
     """The first config of those tried, the smallest first, that a model can be built of."""
     errors: list[Exception] = []
-    for keys in (tuple(SIZES), DEPTHS, ()):
+    for keys, with_nones in itertools.product(CHOICES, (True, False)):
         try:
-            config = shrink(config_class(), keys) if keys else config_class()
+            config = shrink(config_class(), keys, with_nones)
             with torch.device("meta"):
                 num_parameters = sum(parameter.numel() for parameter in _of_config(found, config).parameters())
         except Exception as error:  # whatever a class refuses a config with
             errors.append(error)
             continue
         if num_parameters <= MAX_PARAMETERS:
-            return shrink(config_class(), keys) if keys else config_class()
+            return shrink(config_class(), keys, with_nones)
         errors.append(ValueError(f"has {num_parameters / 1e6:.0f}M parameters when it is built as small as it gets"))
-    raise errors[-1]
+    raise errors[0]
 
 
 def _of_config(found: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

@@ -1,0 +1,98 @@
+"""Every model type of the installed transformers, each by a tiny random model, in a process of its own.
+
+    python -m tests.families.sweep            # all of them: about half an hour on two cores
+    python -m tests.families.sweep llama t5   # these only
+
+Writes `sweep.json`, which docs/reference/model-families.md is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("sweep.json")
+
+#: What one model may take.
+LIMIT_SECONDS = 120
+LIMIT_BYTES = 12 << 30
+
+
+def main(names: list[str]) -> None:
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    import torch
+    import transformers
+
+    import tests.families.roundtrip  # noqa: F401  so that each process has what is slow to import
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() and names else {"results": {}}
+    record["transformers"] = transformers.__version__
+    wanted = names or sorted(transformers.CONFIG_MAPPING)
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        for name, (result, detail) in zip(wanted, workers.map(in_a_process, wanted), strict=True):
+            print(f"{name}: {result}: {detail}", flush=True)
+            record["results"] = dict(sorted((record["results"] | {name: [result, detail]}).items()))
+            RESULTS.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
+
+
+def in_a_process(model_type: str) -> tuple[str, str]:
+    """("works", what fired), ("refused" or "not tried", why) or ("fails", how)."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        os.write(writing, json.dumps(_limited(model_type)).encode()[:60_000])
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        said = file.read()
+    _, status = os.waitpid(pid, 0)
+    return tuple(json.loads(said)) if said else ("fails", f"ended with status {status}")
+
+
+def _limited(model_type: str) -> tuple[str, str]:
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+    signal.alarm(LIMIT_SECONDS)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        return attempt(model_type, Path(folder))
+
+
+def attempt(model_type: str, folder: Path) -> tuple[str, str]:
+    """As `in_a_process`, in this one."""
+    from ckptool.errors import CkptoolError
+    from tests.families.roundtrip import roundtrip
+    from tests.families.tiny import build
+
+    try:
+        model = build(model_type)
+        model.save_pretrained(folder)
+    except Exception as error:
+        return "not tried", _line(error)
+    try:
+        return "works", roundtrip(model, folder)
+    except CkptoolError as error:
+        return "refused", _line(error).replace(f"{folder}: ", "").replace(str(folder), "the model")
+    except Exception as error:
+        return "fails", f"{type(error).__name__}: {_line(error)}"
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:200] or type(error).__name__
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
