@@ -31,8 +31,8 @@ class Provenance:
     bytes; `stored_tied_names` are the names of tied tensors that the source stored, aliases or not, so that an export
     stores the same ones; `untied` are pairs that the source's config ties but whose stored values differ: both were
     kept. `adapter` is not empty when there is a LoRA adapter among the weights: its `rank`, `alpha` and `targets`, and
-    where there is nothing else the checkpoint that it was trained on, as `base` and `base_digest`. `part` is not empty when an import left
-    tensors of the model out: its `keys` and `exclude`.
+    where there is nothing else the checkpoint that it was trained on, as `base` and `base_digest`. `part` is not empty
+    when an import left tensors of the model out: its `keys` and `exclude`.
     """
 
     tool_version: str

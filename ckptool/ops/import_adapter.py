@@ -7,8 +7,9 @@ from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.interfaces import Source
-from ckptool.errors import MismatchError, NotFoundError, name_some
+from ckptool.errors import MismatchError, NotFoundError, UsageError, name_some
 from ckptool.formats.adapter_config import CONFIG_NAME, WEIGHTS_NAME, AdapterConfig
+from ckptool.formats.hf_config import CONFIG_NAME as MODEL_CONFIG_NAME
 from ckptool.formats.hf_folder import HfSource, side_files
 from ckptool.hub import locate
 from ckptool.naming.adapter_names import find_adapter, matrix_names
@@ -74,6 +75,12 @@ def add_adapter(model: ModelInput, adapter: str, cast: str | None) -> ModelInput
         adapter=_record(config),
         also=(*model.also, *_versions(path)),
     )
+
+
+def refuse_adapter_alone(path: Place) -> None:
+    """Raise UsageError for a folder of peft's given as the model: its alpha, and what it belongs to, would be lost."""
+    if path.is_dir() and (path / CONFIG_NAME).is_file() and not (path / MODEL_CONFIG_NAME).is_file():
+        raise UsageError(f"{path} is an adapter, no model", hint=f"ckptool import-hf BASE NAME --adapter {path}")
 
 
 def _read_config(path: Place) -> AdapterConfig:

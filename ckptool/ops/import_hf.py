@@ -27,7 +27,7 @@ from ckptool.naming.selection import in_order_of, select_targets, untie_all
 from ckptool.ops.consume import Consumer, check_consumable
 from ckptool.ops.conversion import Execution, convert, work_of
 from ckptool.ops.head_start import Copying, at_once, is_worth_it, with_head_start
-from ckptool.ops.import_adapter import add_adapter
+from ckptool.ops.import_adapter import add_adapter, refuse_adapter_alone
 from ckptool.ops.inputs import ModelInput, guess_input, open_input
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, new_target, refuse_own_source
@@ -105,6 +105,7 @@ def import_hf(
     target = new_target(name or located.default_name, root)
     refuse_existing(target, overwrite)
     refuse_own_source(located.path, target)
+    refuse_adapter_alone(located.path)
     if engine == "transformers":
         from ckptool.ops.import_reference import import_through_transformers
 

@@ -121,6 +121,8 @@ def test_an_adapter_of_another_model_and_what_is_none_are_refused(root: Path, tm
         import_onto(tmp_path / "shallow", root / "even-peft")
     with pytest.raises(MismatchError, match=r"down_proj is \[48, 96\], and its adapter \[48, 80\]"):
         import_onto(tmp_path / "wide", root / "even-peft")
+    with pytest.raises(UsageError, match="is an adapter, no model"):
+        ckptool.import_hf(str(root / "even-peft"), "no", root=tmp_path)
     with pytest.raises(NotFoundError, match=r"there is no adapter_config\.json"):
         import_onto(root / "hub", root / "hub")
     with pytest.raises(UsageError, match="goes with --engine stream"):
