@@ -66,7 +66,7 @@ docs: $(STAMP)
 	PYTHONPATH=. $(BIN)/python docs/reference/generate_families.py
 
 site: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 # A release is a tag vX.Y.Z; it and the version in the package must not differ.
