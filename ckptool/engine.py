@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -18,23 +19,30 @@ from ckptool.core.plan import BATCH_BYTES, PIECES_IN_FLIGHT, item_pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
 from ckptool.planner import group_bytes
+from ckptool.storage import buffers
 
 _ALIGNMENT_BYTES = 64
 
 
 class _Buffer:
-    """A staging buffer that only grows: first touch of fresh pages costs ten times a copy into warm ones."""
+    """Memory for a batch, which only grows."""
 
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._memory: mmap.mmap | None = None
 
     def views(self, sizes_bytes: Sequence[int]) -> list[memoryview]:
         """One after another, each at an address fit for any dtype."""
         starts = [0, *itertools.accumulate(-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes_bytes)]
-        if len(self._bytes) < starts[-1]:
-            self._bytes = bytearray(starts[-1])
-        whole = memoryview(self._bytes)
+        if self._memory is None or len(self._memory) < starts[-1]:
+            self.give_back()
+            self._memory = buffers.take(max(starts[-1], BATCH_BYTES))
+        whole = memoryview(self._memory)
         return [whole[start : start + size] for start, size in zip(starts, sizes_bytes, strict=False)]
+
+    def give_back(self) -> None:
+        if self._memory is not None:
+            buffers.give_back(self._memory)
+        self._memory = None
 
 
 def run(
@@ -111,7 +119,7 @@ def _stream(
     items: Iterable[PlanItem], source: Source, writer: PartWriter, report: Progress | None, budget: MemoryBudget
 ) -> None:
     """Copy piece by piece; a thread reads the next pieces while this one writes."""
-    ring = itertools.cycle([(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)])
+    ring = [(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)]
     pending: collections.deque[tuple[list[_Piece], Future[list[memoryview]]]] = collections.deque()
 
     def write_oldest() -> None:
@@ -124,8 +132,8 @@ def _stream(
 
     with ThreadPoolExecutor(1, "read") as reader:
         try:
-            for batch, buffers in zip(_batches(items, source), ring, strict=False):
-                pending.append((batch, reader.submit(_read_batch, source, batch, *buffers)))
+            for batch, pair in zip(_batches(items, source), itertools.cycle(ring), strict=False):
+                pending.append((batch, reader.submit(_read_batch, source, batch, *pair)))
                 if len(pending) == PIECES_IN_FLIGHT:
                     write_oldest()
             while pending:
@@ -133,6 +141,8 @@ def _stream(
         finally:
             for _, filled in pending:
                 filled.cancel()
+    for buffer in itertools.chain.from_iterable(ring):
+        buffer.give_back()
 
 
 def _batches(items: Iterable[PlanItem], source: Source) -> Iterator[list[_Piece]]:

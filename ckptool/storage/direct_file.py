@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ckptool.storage import buffers
 from ckptool.storage.files import write_at
 
 #: One buffer fills while the other is written. Large enough that a disk's latency doesn't count.
@@ -37,8 +37,9 @@ class DirectFile:
     def __init__(self, path: Path, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._fd = _create(path)
         self._buffer_bytes = buffer_bytes
-        # mmap, since direct writes want addresses that are multiples of a block, too.
-        self._views = tuple(memoryview(mmap.mmap(-1, buffer_bytes)) for _ in range(2))
+        # At the start of a page, since direct writes want addresses that are multiples of a block, too.
+        self._buffers = [buffers.take(buffer_bytes) for _ in range(2)]
+        self._views = tuple(memoryview(buffer) for buffer in self._buffers)
         self._current = 0
         self._filled = 0
         self._flushed_bytes = 0
@@ -90,6 +91,8 @@ class DirectFile:
             os.close(self._fd)
         self._fd = -1
         self._views = ()
+        while self._buffers:
+            buffers.give_back(self._buffers.pop())
 
     def _hand_over(self) -> None:
         """Let the thread write the full buffer, once it is done with the other one."""
