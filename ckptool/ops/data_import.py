@@ -138,7 +138,9 @@ def _moved(
         place = _place(fresh, state)
         changes, notes = _effects(fresh, place, state, system)
     if is_stored:
-        position, _ = jump(fresh, fresh.consumed, place)
+        position, effect = jump(fresh, fresh.consumed, place)
+        if effect.num_repeated:
+            changes.append(f"{effect.num_repeated} units that this checkpoint was trained on since then come again")
         return position, [_where(position, place), *changes], notes
     if state.position is not None:
         return state.position, [_where(state.position, place), *changes], notes

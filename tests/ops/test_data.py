@@ -304,6 +304,7 @@ def test_a_checkpoint_without_a_position_is_named(tmp_path):
 
 def test_every_command_speaks_json_and_ends_with_its_code(root, capsys):
     (root / "c.json").write_text(json.dumps({"name": "c", "num_units": 7, "fingerprint": {}}))
+    (root / "b.json").write_text(begin(B).to_json())
     commands = {
         "show step-8": 0,
         "verify step-8 --replay": 0,
@@ -316,6 +317,7 @@ def test_every_command_speaks_json_and_ends_with_its_code(root, capsys):
         f"edit step-20 --weights a=.5,b=.3,c=.2 --add-source {root / 'c.json'}": 0,
         "edit step-20 --weights a": 2,
         f"edit step-20 --weights a=1 --add-source {root / 'step-8' / 'ckptool.json'}": 2,
+        f"edit step-3 --weights a=1,b=1 --add-source {root / 'b.json'}": 0,
     }
     for command, code in commands.items():
         assert run(["data", *command.split(), "--root", str(root), "--json"]) == code, command

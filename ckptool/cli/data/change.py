@@ -12,6 +12,7 @@ from ckptool.cli._options import dry_run_option, name_argument, output_options, 
 from ckptool.cli._output import line, show
 from ckptool.core.data_source import DataSource
 from ckptool.core.plan import Result
+from ckptool.core.position import DataPosition
 from ckptool.errors import UsageError
 from ckptool.storage.files import Place
 
@@ -91,7 +92,8 @@ def skip_command(
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
     multiple=True,
     metavar="FILE",
-    help="JSON of a source: name, num_units, fingerprint, and unit_kind if it is not window. --weights must name it.",
+    help="A data_position.json of a run on it; or JSON of a source: name, num_units, fingerprint, and unit_kind if it "
+    "is not window. --weights must name it.",
 )
 @reason_option
 @root_option
@@ -114,15 +116,18 @@ def edit_command(
     """
     from ckptool.ops.data_edit import edit
 
-    sources = tuple(read_source(path) for path in source_files)
+    sources = tuple(source for path in source_files for source in read_sources(path))
     result = edit(name, weights=weights, add_sources=sources, root=root, reason=reason, dry_run=dry_run)
     show(result, as_json=as_json, quiet=quiet, human=_show, bare=[result.target])
 
 
-def read_source(path: Path) -> DataSource:
+def read_sources(path: Path) -> list[DataSource]:
+    """The source that a JSON file describes, or those of a checkpoint's `data_position.json`, as they are now."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return DataSource.from_record(record)
+        if isinstance(record, dict) and "segments" in record:
+            return list(DataPosition.from_json(json.dumps(record), str(path)).segment.sources)
+        return [DataSource.from_record(record)]
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} describes no source: {error}") from error
 

@@ -8,7 +8,7 @@ import click
 
 from ckptool.cli._options import dry_run_option, name_argument, output_options, root_option
 from ckptool.cli._output import line, show, table
-from ckptool.cli.data.change import Weights, read_source, reason_option
+from ckptool.cli.data.change import Weights, read_sources, reason_option
 from ckptool.core.plan import Result
 from ckptool.storage.files import Place
 
@@ -35,7 +35,7 @@ _EXIT_MISMATCH = 3
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
     multiple=True,
     metavar="FILE",
-    help="For a NAME without data position: JSON of a source, as for data edit --add-source.",
+    help="For a NAME without data position: what data edit --add-source takes.",
 )
 @click.option("--weights", type=Weights(), metavar="A=.7,B=.3", help="Shares of several sources.")
 @click.option("--seq-len", type=click.IntRange(1), help="Tokens of a unit.")
@@ -81,7 +81,7 @@ def import_command(
         world_size=world_size,
         batch_size=batch_size,
         epoch=epoch,
-        sources=[read_source(path) for path in source_files],
+        sources=[source for path in source_files for source in read_sources(path)],
         weights=weights,
         seq_len=seq_len,
         seed=seed,
