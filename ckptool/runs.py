@@ -84,6 +84,7 @@ def resolve(name: str | Place, root: Place | None = None) -> Place:
     found = next((path for path in places if _looks_like_checkpoint(path)), None)
     if found is not None:
         return found
+    name = str(places[0]) if is_url(str(name)) else name  # without credentials, for what is said below
     if str(name) == "latest":
         return _resolve_latest(root)
     with os_errors(str(name)):

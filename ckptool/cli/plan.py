@@ -10,6 +10,7 @@ from ckptool.cli._options import complete_name, mesh_options, output_options, ro
 from ckptool.cli._output import line, show, size, table
 from ckptool.core.plan import Result
 from ckptool.storage.files import Place
+from ckptool.storage.store import shown_name
 
 #: More ranks than this are not listed for people.
 MAX_ROWS = 64
@@ -59,4 +60,5 @@ def _show(result: Result) -> None:
     )
     if details["amplification"] > WORTH_IT:
         mesh = ",".join(f"{axis}={num_ranks}" for axis, num_ranks in details["mesh"].items())
-        line(f"ckptool reshard {click.get_current_context().params['name']} NEW --mesh {mesh} makes that 1.00")
+        name = shown_name(click.get_current_context().params["name"])
+        line(f"ckptool reshard {name} NEW --mesh {mesh} makes that 1.00")

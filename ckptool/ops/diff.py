@@ -16,6 +16,7 @@ from ckptool.ops.pairs import Pairs, pair_up, same_object
 from ckptool.ops.sources import compare_models_only, open_any
 from ckptool.ops.tensor_diff import TensorDiff, diff_tensor
 from ckptool.storage.files import Place
+from ckptool.storage.store import shown_name
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -61,7 +62,7 @@ def diff(
         tensors, reshaped = _diff_tensors(here, there, pairs, progress)
         objects = [fqn for fqn in pairs.objects if not same_object(here, there, fqn)]
     details = {
-        "other": other,
+        "other": shown_name(other),
         "only_in_one": list(pairs.only_one),
         "only_in_other": list(pairs.only_other),
         "other_kind": [f for f in pairs.both if f not in here.manifest.tensors or f not in there.manifest.tensors],
@@ -78,7 +79,7 @@ def diff(
         details[key] for key in ("only_in_one", "only_in_other", "other_kind", "other_shape", "other_objects")
     )
     notes = tuple(_notes(tensors, model_only))
-    return Difference("diff", one, None, True, time.monotonic() - start, notes, details, equal, tensors)
+    return Difference("diff", shown_name(one), None, True, time.monotonic() - start, notes, details, equal, tensors)
 
 
 def layer_summary(tensors: Iterable[TensorDiff]) -> list[dict[str, Any]]:

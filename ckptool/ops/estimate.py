@@ -21,6 +21,7 @@ from ckptool.core.plan import Result
 from ckptool.errors import DamagedError, UnsupportedError, UsageError
 from ckptool.hub import locate_config
 from ckptool.storage.place import fetched
+from ckptool.storage.store import shown_name
 
 #: How the trainer computes the loss, by its --loss: the logits that are in memory at a time (None: all).
 LOSSES = {"chunked": 1 << 28, "plain": None}
@@ -139,7 +140,7 @@ def estimate(
         "num_shards": ranks.num_shards,
         "ways": ways,
     }
-    return Result("estimate", src, details=details)
+    return Result("estimate", shown_name(src), details=details)
 
 
 def read_sizes(folder: Path, tp: int = 1) -> tuple[ModelSizes, int]:

@@ -24,7 +24,7 @@ from blake3 import blake3
 
 from ckptool.core.box import Box
 from ckptool.errors import DamagedError
-from ckptool.storage.files import Place, open_binary, os_errors
+from ckptool.storage.files import Place, fresh_handle, open_binary, os_errors
 from ckptool.storage.read_ahead import read_ahead
 
 if TYPE_CHECKING:
@@ -142,14 +142,19 @@ def _sum_products(lane: int, block: int, column: int, words: np.ndarray, stride:
 
 def digest_file(path: Place, report: Callable[[int], None] | None = None) -> str:
     """BLAKE3 of a file's bytes, in hex. `report` is called with the number of bytes of each piece."""
-    hasher = blake3()
-    with os_errors(path), open_binary(path, in_order=True) as opened:
-        file: Any = opened
-        for piece in read_ahead(lambda buffer: file.readinto(buffer) or 0, path.stat().st_size):
-            hasher.update(piece)
-            if report:
-                report(len(piece))
-    return hasher.hexdigest()
+
+    def read() -> str:
+        hasher = blake3()
+        with open_binary(path, in_order=True) as opened:
+            file: Any = opened
+            for piece in read_ahead(lambda buffer: file.readinto(buffer) or 0, path.stat().st_size):
+                hasher.update(piece)
+                if report:
+                    report(len(piece))
+        return hasher.hexdigest()
+
+    with os_errors(path):
+        return fresh_handle(read)
 
 
 @functools.cache

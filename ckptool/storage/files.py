@@ -8,7 +8,8 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -18,10 +19,12 @@ from ckptool.storage.store_path import StorePath
 #: Where checkpoints lie: on a local filesystem, or in a store. Functions that take a Place only look or read.
 Place = Path | StorePath
 AnyPlace = TypeVar("AnyPlace", Path, StorePath, Place)
+Value = TypeVar("Value")
 
 #: Far more than the largest sidecar takes. Parsed, it is up to thirty times as large.
 MAX_JSON_BYTES = 64 << 20
 
+_STALE_WAITS_SECONDS = (0.1, 0.5, 2.0)
 _MAX_NAME_LENGTH = 4096
 _MAX_PART_BYTES = 255
 
@@ -48,6 +51,19 @@ def os_errors(path: Place | str) -> Iterator[None]:
         raise explain_os_error(error, error.filename or path) from error
 
 
+def fresh_handle(attempt: Callable[[], Value]) -> Value:
+    """The result of `attempt`, which opens what it reads; tried again when a file server says that a handle is stale,
+    as NFS does of a file that was replaced, or after the server has started anew."""
+    for wait_seconds in _STALE_WAITS_SECONDS:
+        try:
+            return attempt()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        time.sleep(wait_seconds)
+    return attempt()
+
+
 class RangeReader:
     """Positional reads of the files below one folder; each thread keeps at most `max_open` of them open.
 
@@ -67,17 +83,26 @@ class RangeReader:
 
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
         """Fill `out` from `offset_bytes` on. Raises DamagedError when the file ends before."""
-        with os_errors(self.root / name):
+        done = 0
+
+        def fill() -> None:
+            nonlocal done
             fd = self._open(name)
-            done = 0
-            while done < len(out):
-                count = os.preadv(fd, [out[done:]], offset_bytes + done)
-                if count == 0:
-                    raise DamagedError(
-                        f"{self.root / name} ends at byte {offset_bytes + done}, "
-                        f"{len(out) - done} bytes before the data it should hold"
-                    )
-                done += count
+            try:
+                while done < len(out):
+                    count = os.preadv(fd, [out[done:]], offset_bytes + done)
+                    if count == 0:
+                        raise DamagedError(
+                            f"{self.root / name} ends at byte {offset_bytes + done}, "
+                            f"{len(out) - done} bytes before the data it should hold"
+                        )
+                    done += count
+            except OSError:
+                os.close(self._of_thread.fds.pop(name))
+                raise
+
+        with os_errors(self.root / name):
+            fresh_handle(fill)
 
     def read(self, name: str, offset_bytes: int, num_bytes: int) -> bytes:
         out = bytearray(num_bytes)
@@ -169,8 +194,13 @@ def open_binary(path: Place, *, in_order: bool = False) -> BinaryIO:
 
 def read_bytes(path: Place, max_bytes: int) -> bytes:
     """A small file's content. Raises DamagedError when it is larger than that, UnsafeError for a pipe or a device."""
-    with os_errors(path), open_binary(path) as file:
-        raw = file.read(max_bytes + 1)
+
+    def read() -> bytes:
+        with open_binary(path) as file:
+            return file.read(max_bytes + 1)
+
+    with os_errors(path):
+        raw = fresh_handle(read)
     if len(raw) > max_bytes:
         raise DamagedError(f"{path} is larger than {max_bytes} bytes")
     return raw

@@ -46,6 +46,9 @@ _FIRST_WAIT_SECONDS = 0.2
 _LONGEST_WAIT_SECONDS = 10.0
 _LONGEST_ASKED_WAIT_SECONDS = 600.0
 
+#: A server that sends nothing for so long is asked again.
+_SILENCE_SECONDS = 20.0
+
 #: Longer reads are cut into ranges of this size, which are fetched at the same time.
 RANGE_BYTES = 4 << 20
 _NUM_CONNECTIONS = 16
@@ -87,7 +90,7 @@ class Store:
         self.shown = redact_url(self.url)
         self._fs, self._top = _open_filesystem(self.url, self.shown)
         #: Elsewhere making a folder makes a bucket, of a mistyped name too.
-        self._has_folders = "sftp" in _protocols(self._fs)
+        self._has_folders = bool({"sftp", "ssh", "file"} & set(_protocols(self._fs)))
         self._reads, self._writes = RateLimit(0), RateLimit(0)
         self._lock = threading.Lock()
         self._files: dict[str, StoredFile] | None = None
@@ -314,6 +317,11 @@ def redact_url(url: str) -> str:
     return urlunsplit((parts.scheme, ("***@" if at else "") + host, parts.path, "***" if parts.query else "", ""))
 
 
+def shown_name(name: str) -> str:
+    """What a user typed, as it may be shown."""
+    return redact_url(name) if is_url(name) else name
+
+
 @functools.cache
 def _connections() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_NUM_CONNECTIONS, "range")
@@ -328,13 +336,32 @@ def _open_filesystem(url: str, shown: str) -> tuple[Any, str]:
             f"{shown}: {protocol}:// is not a kind of URL that is known", hint="s3, gs, az, hf, sftp, https"
         )
     try:
-        return fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url, **_driver_options(protocol))
     except ImportError as error:
         extra = EXTRAS.get(protocol)
         hint = f"pip install 'ckptool[{extra}]'" if extra else f"pip install fsspec[{protocol}]"
         raise UnsupportedError(f"{shown}: the driver for {protocol}:// is not installed", hint=hint) from error
     except Exception as error:
         raise _explain(error, shown) from None
+
+
+def _driver_options(protocol: str) -> dict[str, Any]:
+    """What drivers are told beyond what they find themselves; fsspec's own configuration goes before it."""
+    import fsspec
+
+    options: dict[str, Any] = {}
+    if EXTRAS.get(protocol) == "s3":
+        # Attempts are counted here; botocore's own five would multiply them, with waits of up to 20 s each.
+        options = {
+            "config_kwargs": {"max_pool_connections": 2 * _NUM_CONNECTIONS, "retries": {"total_max_attempts": 2}}
+        }
+    elif EXTRAS.get(protocol) == "http":
+        import aiohttp
+
+        # Not for a whole answer, which may take long, but for a server that says nothing.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_SECONDS, sock_read=_SILENCE_SECONDS)
+        options = {"client_kwargs": {"timeout": timeout}}
+    return {name: value for name, value in options.items() if name not in fsspec.config.conf.get(protocol, {})}
 
 
 def _protocols(filesystem: Any) -> tuple[str, ...]:
