@@ -6,6 +6,7 @@ No module of this package imports torch, rich or the library's working parts at 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 
@@ -94,6 +95,8 @@ def main() -> None:
     """The console script."""
     # Loading libraries makes many objects and hardly any cycles among them; looking for some is a sixth of the time.
     gc.set_threshold(200_000, 20, 100)
+    # numpy's BLAS, which no command uses, starts threads that spin.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     code = run()
     gc.freeze()  # or the interpreter goes through all of it once more before it ends, for a second
     sys.exit(code)
