@@ -83,8 +83,9 @@ class Push:
             return f"a new repository {repo} on the Hub, {'private' if self.target.private else 'public'}"
         if not self._found.head:
             return f"a new branch {branch} of {repo} on the Hub"
+        old = sum(not name.endswith(".json") for name in weights)
         return f"a commit on {branch} of {repo} on the Hub" + (
-            f" in the place of {len(weights)} files of weights" if weights else ""
+            f" in the place of {old} files of weights" if old else ""
         )
 
     def upload(self, folder: Path) -> None:
@@ -102,7 +103,7 @@ class Push:
             card = make_card(repo, folder, self._origin, self._present_card(head))
             additions = [CommitOperationAdd(name, str(folder / name)) for name in names if name != CARD_NAME]
             stale = [name for name in self._found.files if is_weight_file(name) and name not in names]
-            operations = [
+            operations: list[Any] = [
                 *additions,
                 CommitOperationAdd(CARD_NAME, card.encode()),
                 *(CommitOperationDelete(name) for name in stale),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_VerySecretToken0123456789"
 SIGNATURE = "SignatureThatNobodyMaySee"
@@ -67,7 +67,8 @@ class Repo:
 
 
 #: What to do to a request, told from its method and its path: "", a status, one with the seconds of Retry-After
-#: ("429 7"), "cut" (half of the body comes), "other" (other bytes under another ETag), "lost" (done, but not answered).
+#: ("429 7"), "cut" (half of the body comes), "whole" (all of it, whatever the range), "other" (other bytes under
+#: another ETag), or "lost" (done, but not answered).
 Fault = Callable[[str, str], str]
 
 
@@ -247,7 +248,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._ranges(bytes(len(content)) if fault == "other" else content, {"ETag": f'"cdn-{oid[:8]}{fault}"'}, fault)
 
     def _ranges(self, content: bytes, headers: dict[str, str], fault: str) -> None:
-        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if fault != "whole" else None
         part = content
         if match:
             start, end = int(match[1]), int(match[2]) + 1 if match[2] else len(content)
@@ -373,7 +374,3 @@ _ROUTES: tuple[tuple[str, Callable[..., None]], ...] = (
     (r"/lfs/([0-9a-f]+)", _Handler._upload),
     (r"/verify", _Handler._verify),
 )
-
-
-def query(path: str) -> dict[str, list[str]]:
-    return parse_qs(urlsplit(path).query)

@@ -12,7 +12,7 @@ import ckptool
 from ckptool.errors import AccessError, DamagedError, NotFoundError, StorageError, UnsupportedError, UsageError
 from ckptool.formats import dcp_sink
 from ckptool.hub import locate
-from ckptool.storage import store
+from ckptool.storage import hub_store, store
 from ckptool.storage.place import place
 from ckptool.storage.store import Store
 from ckptool.storage.store_path import StorePath
@@ -128,6 +128,17 @@ def test_a_signed_link_is_used_until_it_runs_out(hub: Hub, folder: Path) -> None
     source.read_into(file, 0, memoryview(read))
     assert read == (folder / file).read_bytes()[:10]
     assert hub.count("GET", "/resolve/") == 2
+
+
+def test_an_answer_with_the_whole_file_is_cut(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.fault = lambda method, path: "whole"
+    source = store_of(REPO)
+    read = bytearray(20)
+    source.read_into("config.json", 10, memoryview(read))
+    assert read == (folder / "config.json").read_bytes()[10:30]
+    monkeypatch.setattr(hub_store, "_LONGEST_WHOLE_BYTES", 100)
+    with pytest.raises(UnsupportedError, match="does not answer with the range"):
+        source.read_into("config.json", 10, memoryview(read))
 
 
 def test_the_branch_may_move_on_meanwhile(hub: Hub, folder: Path, tmp_path: Path) -> None:
