@@ -33,8 +33,8 @@ from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.files import Place
-from ckptool.storage.place import local_path
 from ckptool.storage.staging import is_being_written, refuse_existing
+from ckptool.storage.store_path import StorePath
 
 if TYPE_CHECKING:
     from ckptool.ranks import Ranks
@@ -246,7 +246,12 @@ def _consumer(source: Source, names: NamePlan, plan: Plan, located: Located, how
     """What deletes the source; files with tensors that are read again when the import is planned anew come last."""
     if not isinstance(source, HfSource):
         raise UsageError("--consume works for safetensors files")
-    folder = local_path(source.folder, "--consume")
+    folder = source.folder
+    if isinstance(folder, StorePath):
+        raise UsageError(
+            f"--consume deletes files of this machine, and {folder} has none here",
+            hint="import it without --consume: no copy of it is made",
+        )
     check_consumable(folder, list(source.manifest.files), "repo" in located.origin, how.world_size)
     locators = (chunk.locator for name in names.extra for chunk in source.manifest.tensors[name].chunks)
     kept = {locator.file for locator in locators if locator is not None} | source.files_read

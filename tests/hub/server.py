@@ -67,8 +67,8 @@ class Repo:
 
 
 #: What to do to a request, told from its method and its path: "", a status, one with the seconds of Retry-After
-#: ("429 7"), "cut" (half of the body comes), "whole" (all of it, whatever the range), "other" (other bytes under
-#: another ETag), or "lost" (done, but not answered).
+#: ("429 7") or of RateLimit ("429 t7"), "cut" (half of the body comes), "whole" (all of it, whatever the range),
+#: "other" (other bytes under another ETag), or "lost" (done, but not answered).
 Fault = Callable[[str, str], str]
 
 
@@ -149,6 +149,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if fault[:3].isdigit():
             status, _, seconds = fault.partition(" ")
             headers = {"Retry-After": seconds} if seconds else {}
+            if seconds.startswith("t"):
+                headers = {"RateLimit": f'"resolvers";r=0;t={seconds[1:]}'}
             self._send(int(status), b'{"error": "no, at %s"}' % self.path.encode(), headers)
             return
         for pattern, answer in _ROUTES:

@@ -51,7 +51,7 @@ def test_a_dry_run_reads_no_weights(hub: Hub, tmp_path: Path, capfd: pytest.Capt
 
 def test_nothing_of_the_hub_s_is_consumed(hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for more in ([], ["--local-cache"]):
-        assert run(["import-hf", REPO, str(tmp_path / "m"), "--consume", *more]) in (1, 2)
+        assert run(["import-hf", REPO, str(tmp_path / "m"), "--consume", *more]) == 2
         assert capfd.readouterr().err.startswith("error: ")
 
 

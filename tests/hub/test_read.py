@@ -108,10 +108,11 @@ def test_a_hub_that_only_fails_ends_in_one_line(hub: Hub, tmp_path: Path) -> Non
     assert not (tmp_path / "tiny-llama").exists()
 
 
-def test_a_server_s_wait_is_kept_to(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", ["429 7", "429 t7"])
+def test_a_server_s_wait_is_kept_to(hub: Hub, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(store.time, "sleep", waits.append)
-    hub.times(2, "GET", "/cdn/", "429 7")
+    hub.times(2, "GET", "/cdn/", answer)
     store_of(REPO).read_into("model-00001-of-00003.safetensors", 0, memoryview(bytearray(8)))
     assert [7 <= wait < 8 for wait in waits] == [True, True]
 
