@@ -236,22 +236,23 @@ def load_weights(state: TrainingState, origin: Origin, log: Log) -> None:
     wanted = sorted({str(p.dtype).removeprefix("torch.") for p in state.parameters().values()})
     if not state.adapter and list(origin.stored_dtypes) != wanted:
         log.say(f"weights stored as {', '.join(origin.stored_dtypes)} are trained as {', '.join(wanted)}")
+    _load_base(state, origin.path)
+
+
+def _load_base(state: TrainingState, path: Place) -> None:
+    """Fill the model's own weights, and the adapter's too where one was imported beside them."""
+    manifest = ckptool.open_checkpoint(path)
     weights = state.base_weights()
-    if origin.provenance.adapter:
-        weights |= _imported_adapter(state, origin)
-    ckptool.load({"model": weights}, origin.path, allow_cast=True)
-
-
-def _imported_adapter(state: TrainingState, origin: Origin) -> dict[str, torch.Tensor]:
-    """The adapter's tensors, to be loaded from where the base is too. Raises MismatchError for other layers' ones."""
-    stored = {fqn.removeprefix("model.") for fqn in ckptool.open_checkpoint(origin.path).tensors}
-    wanted = state.weights()
-    if other := {name for name in stored if is_adapter_name(name)} ^ wanted.keys():
-        raise MismatchError(
-            f"the adapter in {origin.path} is beside other layers: {min(other)}, for one",
-            hint=f"--lora-targets {origin.provenance.adapter.get('targets')}",
-        )
-    return wanted
+    if manifest.provenance and manifest.provenance.adapter:
+        adapter = state.weights()
+        stored = {fqn.removeprefix("model.") for fqn in manifest.tensors if is_adapter_name(fqn)}
+        if other := stored ^ adapter.keys():
+            raise MismatchError(
+                f"the adapter in {path} is beside other layers: {min(other)}, for one",
+                hint=f"--lora-targets {manifest.provenance.adapter.get('targets')}",
+            )
+        weights |= adapter
+    ckptool.load({"model": weights}, path, allow_cast=True)
 
 
 def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: str = "") -> None:
@@ -264,7 +265,7 @@ def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: s
     state.lanes = _stored_lanes(origin.path)
     stored = state.state_dict()
     if origin.base:
-        ckptool.load({"model": state.base_weights()}, origin.base, allow_cast=True)
+        _load_base(state, origin.base)
     ckptool.load(stored, origin.path)
     step = int(stored["step"])
     record = DataPosition.from_json(stored["data"]["record"], f"{origin.path}: data.record", num_steps=step)
