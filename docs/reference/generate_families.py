@@ -17,10 +17,10 @@ HEAD = """# Model families
 <!-- Written by generate_families.py from tests/families/sweep.json; `python -m tests.families.sweep` renews that. -->
 
 Every model that transformers knows is named by transformers' own rules, and is refused when a name doesn't fit. The
-table has every `model_type` of transformers {version}. For those that *work* a test has shown it: a tiny model of random
-weights is saved by transformers, imported, and compared bit for bit with `from_pretrained`; exported, it is what was
-saved. {num_works} of {num_all} work, {num_refused} are refused, and {num_untried} were not tried, since no tiny model of
-them could be built; the same rules hold for these.
+table has every `model_type` of transformers {version}. For those that *work* a test has shown it: a tiny model of
+random weights is saved by transformers, imported, and compared bit for bit with `from_pretrained`; exported, it is what
+was saved. {num_works} of {num_all} work, {num_refused} are refused, and {num_untried} were not tried, since no tiny
+model of them could be built; the same rules hold for these.
 
 *As stored*: names and tensors are the same on the Hub and in the model. *Renamed*: other names. *Converted*: several
 tensors of the Hub are one in the model, as experts are, or one is cut into several. *Tied*: a tensor of two names is

@@ -31,6 +31,9 @@ def inputs_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(3, 90, (2, 12), generator=generator)
     config: Any = model.config
+    if config.model_type == "clip":
+        side = config.vision_config.image_size
+        return {"input_ids": tokens, "pixel_values": torch.randn(2, 3, side, side, generator=generator)}
     if model.main_input_name == "pixel_values":
         side = config.image_size
         return {"pixel_values": torch.randn(2, 3, side, side, generator=generator)}
@@ -38,9 +41,6 @@ def inputs_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         frames = 2 * config.max_source_positions
         features = torch.randn(2, config.num_mel_bins, frames, generator=generator)
         return {"input_features": features, "decoder_input_ids": tokens}
-    if config.model_type == "clip":
-        side = config.vision_config.image_size
-        return {"input_ids": tokens, "pixel_values": torch.randn(2, 3, side, side, generator=generator)}
     return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
 
 
@@ -61,10 +61,11 @@ def computes_the_same(path: Path, mesh: Any) -> bool:
     model_class: Any = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
         model = model_class._from_config(config, dtype=torch.float32)
-    for block in named_blocks(model).values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
     ties = ties_of(model)
+    for name, block in named_blocks(model).items():
+        if not any(tied.startswith(f"{name}.") for tied in (*ties, *ties.values())):
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     materialize(model, torch.device("cpu"), ties)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -98,6 +98,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "bamba": {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_n_groups": 2},
     "granitemoehybrid": {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_n_groups": 2, "layer_types": None},
+    "deepseek_v3": {"num_key_value_heads": 6},
+    "qwen2_5_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
     "nemotron": {"num_key_value_heads": 2},
     "ministral": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
