@@ -25,6 +25,7 @@ from ckptool.errors import CkptoolError, DamagedError, MismatchError
 from ckptool.formats.dcp_source import DcpSource, load_blob
 from ckptool.formats.dcp_torch import stored_chunks, to_torch_metadata
 from ckptool.storage.files import explain_os_error
+from ckptool.storage.place import place
 
 
 @contextlib.contextmanager
@@ -85,7 +86,7 @@ class SourceReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return Path(checkpoint_id).is_dir()
+        return place(os.fspath(checkpoint_id)).is_dir()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with plain_errors(Path(self.checkpoint_id)):
@@ -140,7 +141,7 @@ class SourceReader(TorchStorageReader):
 
 
 class StorageReader(SourceReader):
-    """Reads a checkpoint folder of any writer for `torch.distributed.checkpoint.load`:
+    """Reads a checkpoint of any writer, a folder or URL, for `torch.distributed.checkpoint.load`:
 
         dcp.load(state_dict, storage_reader=ckptool.StorageReader(path))
 
@@ -157,7 +158,7 @@ class StorageReader(SourceReader):
 
 
 def _open(path: str | os.PathLike) -> DcpSource:
-    source = DcpSource(Path(path))
+    source = DcpSource(place(os.fspath(path)))
     source.check_crc = False
     return source
 

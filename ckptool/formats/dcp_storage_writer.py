@@ -20,6 +20,7 @@ from ckptool.formats.dcp_metadata import PROVENANCE_FILE
 from ckptool.formats.dcp_reader import plain_errors
 from ckptool.storage.files import os_errors, write_json
 from ckptool.storage.staging import Staging, create_staging
+from ckptool.storage.store import is_url, shown_name
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class StorageWriter(SaveWriter):
         provenance: Provenance | None = None,
         overwrite: bool = False,
     ) -> None:
-        super().__init__(Path(path), ties or {})
-        self._target = Path(path)
+        self._target = _local(path)
+        super().__init__(self._target, ties or {})
         self._provenance = provenance
         self._replaces = overwrite
         self._staging: Staging | None = None
@@ -64,7 +65,7 @@ class StorageWriter(SaveWriter):
         self._drop()
         super().reset(checkpoint_id)
         if checkpoint_id is not None:
-            self._target = Path(checkpoint_id)
+            self._target = _local(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
         if not options.get("use_collectives", True):
@@ -100,6 +101,15 @@ class StorageWriter(SaveWriter):
         if self._discard is not None:
             self._discard()
         self._staging = self._discard = None
+
+
+def _local(path: str | os.PathLike) -> Path:
+    if is_url(os.fspath(path)):
+        raise UnsupportedError(
+            f"{shown_name(os.fspath(path))}: StorageWriter writes to folders only",
+            hint="ckptool.save and ckptool.async_save take URLs",
+        )
+    return Path(path)
 
 
 def bare_provenance(world_size: int) -> Provenance:

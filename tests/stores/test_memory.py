@@ -8,6 +8,8 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import ckptool
 from ckptool.cli.main import run
@@ -248,3 +250,13 @@ def test_credentials_are_never_shown(capsys: pytest.CaptureFixture[str]) -> None
     captured = capsys.readouterr()
     assert captured.err.count("***") >= 2
     assert "hunter2" not in captured.out + captured.err
+
+
+def test_torch_s_own_load_reads_a_store_and_its_save_is_told_what_does(memory: Memory, root: Path) -> None:
+    copy("step-5", f"{RUNS}/step-5", root=root)
+    fqn, entry = next((f, t) for f, t in ckptool.open_checkpoint(root / "step-5").tensors.items() if len(t.shape) == 2)
+    state = {fqn: torch.zeros(entry.shape, dtype=torch.bfloat16)}
+    dcp.load(state, storage_reader=ckptool.StorageReader(f"{RUNS}/step-5"), no_dist=True)
+    assert state[fqn].any()
+    with pytest.raises(UnsupportedError, match=r"memory://\*\*\*@bucket/x: StorageWriter writes to folders only"):
+        ckptool.StorageWriter("memory://me:hunter2@bucket/x")
