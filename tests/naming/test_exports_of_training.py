@@ -56,7 +56,8 @@ def test_13_a_cast_leaves_integers_and_what_must_stay_float32(tmp_path: Path) ->
     out = export(model, tmp_path, dtype="bf16")
     dtypes = {name: t.dtype for name, t in load_file(out / "model.safetensors").items()}
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
-    assert kept == {f"model.layers.1.mlp.gate.{part}" for part in ("weight", "e_score_correction_bias")}
+    weight, bias = (f"model.layers.1.mlp.gate.{part}" for part in ("weight", "e_score_correction_bias"))
+    assert kept in ({weight, bias}, {bias})  # transformers' rule: since some version after 5.17 for the weight too
     assert {dtype for name, dtype in dtypes.items() if name not in kept} == {torch.bfloat16}
     dcp.save({"model": {"a": torch.ones(2), "ids": torch.arange(300)}}, checkpoint_id=tmp_path / "plain", no_dist=True)
     ckptool.export(str(tmp_path / "plain"), dtype="bf16", out=tmp_path / "cast")
