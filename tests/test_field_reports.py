@@ -3,7 +3,8 @@
 Rows 2 and 24 need several ranks: tests/test_distributed.py. The trainer's are in tests/trainer: 4 and 5 in
 test_model.py, 7 in test_retention.py and test_async_save.py, 10 in test_optimizer.py, 20, 21, 25 and 26 in
 test_resume.py, 24 in test_failures.py. Those of other trainers' checkpoints
-and of names (3, 11-13, 16, 18, 19, 29, 31, 33, 34): tests/naming.
+and of names (3, 11-13, 16, 18, 19, 29, 31, 33, 34): tests/naming. Of 8-bit floats and their scales (15):
+tests/ops/test_import_quantised.py.
 """
 
 from __future__ import annotations

@@ -77,6 +77,8 @@ def build_from_config(
             model = model_class._from_config(config, dtype=torch_dtype)
     except Exception as error:
         raise UnsupportedError(f"{location}: can't build {model_class.__name__}: {_first_line(error)}") from error
+    if not hasattr(model, "all_tied_weights_keys"):
+        raise UnsupportedError(f"{location}: {model_class.__name__} does not say what it ties")
     return model
 
 

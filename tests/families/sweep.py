@@ -79,19 +79,22 @@ def attempt(model_type: str, folder: Path) -> tuple[str, str]:
     try:
         model = build(model_type)
         model.save_pretrained(folder)
+        model = type(model).from_pretrained(folder, dtype="auto")
     except Exception as error:
-        return "not tried", _line(error)
+        return "not tried", _without(folder, error)
     try:
         return "works", roundtrip(model, folder)
     except CkptoolError as error:
-        return "refused", _line(error).replace(f"{folder}: ", "").replace(str(folder), "the model")
+        return "refused", _without(folder, error)
     except Exception as error:
-        return "fails", f"{type(error).__name__}: {_line(error)}"
+        return "fails", f"{type(error).__name__}: {_without(folder, error)}"
 
 
-def _line(error: Exception) -> str:
+def _without(folder: Path, error: Exception) -> str:
+    """What an error says, without the name of a folder that is gone by then."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2])[:200] or type(error).__name__
+    said = " ".join(lines[:2])[:200].replace(f"{folder}: ", "").replace(str(folder), "the model")
+    return said or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def model_class(model_type: str) -> type[PreTrainedModel] | None:
     ):
         name = mapping.get(model_type)
         name = name[0] if isinstance(name, list | tuple) else name
-        found = getattr(transformers, name, None) if name else None
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
         if found is not None and found.config_class is config_class:
             return found
         shared = shared or found
@@ -205,7 +205,7 @@ def build(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
         raise ValueError("no class of a model has this config")
     config = _smallest(found, transformers.CONFIG_MAPPING[model_type])
     torch.manual_seed(sum(map(ord, model_type)))
-    model = _of_config(found, config)
+    model: Any = _of_config(found, config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
