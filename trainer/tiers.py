@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any, cast
 
 import ckptool
 from ckptool import CkptoolError, Place, StorageError, TargetExistsError
@@ -63,6 +63,7 @@ class Uploads:
         self._next: Place | None = None
         self._current: Place | None = None
         self._fault = ""
+        self._has_begun = self._is_closed = False
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -77,16 +78,16 @@ class Uploads:
             return
         with self._changed:
             self._next = path
-            if self._process is None:
-                self._process = _start_process()
-                threading.Thread(target=self._work, args=(self._process,), name="uploads", daemon=True).start()
+            if not self._has_begun:
+                self._has_begun = True
+                threading.Thread(target=self._work, name="uploads", daemon=True).start()
             self._changed.notify_all()
 
     def finish(self) -> None:
         """Wait until the newest one is there. Raises StorageError when it could not be brought."""
         with self._changed:
-            if self._current or self._next:
-                self._log.say(f"waiting for the upload of {(self._next or self._current).name}")  # type: ignore[union-attr]
+            if path := self._next or self._current:
+                self._log.say(f"waiting for the upload of {path.name}")
             self._changed.wait_for(lambda: self._current is None and self._next is None)
         self.close()
         if self._fault:
@@ -94,22 +95,24 @@ class Uploads:
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+        self._is_closed = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
-    def _work(self, process: subprocess.Popen[str]) -> None:
+    def _work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._next is not None)
-                self._current, self._next = self._next, None
-            fault = self._bring(process, self._current)  # type: ignore[arg-type]
-            if process is not self._process:
-                return  # closed meanwhile
-            self._fault = fault
-            if fault:
-                self._log.say(fault)
+                path = self._current = cast(Place, self._next)
+                self._next = None
+            if self._process is None or self._process.poll() is not None:
+                self._process = _start_process()
+            self._fault = self._bring(self._process, path)
+            if self._is_closed:
+                return
+            if self._fault:
+                self._log.say(self._fault)
             else:
                 self._prune()
             with self._changed:
@@ -121,18 +124,19 @@ class Uploads:
         target = f"{self._config.upload_to}/{path.name}"
         rate = self._config.upload_mb_per_s * 1e6
         try:
-            print(json.dumps([str(path), target, rate]), file=process.stdin, flush=True)  # type: ignore[arg-type]
-            reply = process.stdout.readline()  # type: ignore[union-attr]
+            print(json.dumps([str(path), target, rate]), file=process.stdin, flush=True)
+            reply = cast(IO[str], process.stdout).readline()
         except OSError:
             reply = ""
         fault = json.loads(reply) if reply else "the process that uploads has died"
         return f"{path.name} was not brought to {ckptool.place(target)}: {fault}" if fault else ""
 
     def _prune(self) -> None:
-        keep = {"keep_last": self._config.keep_last, "keep_every": self._config.keep_every}
-        if any(keep.values()):
+        keep_last, keep_every = self._config.keep_last, self._config.keep_every
+        if keep_last or keep_every:
             try:
-                ckptool.prune(ckptool.place(self._config.upload_to), **keep, in_use=self._in_use)
+                root = ckptool.place(self._config.upload_to)
+                ckptool.prune(root, keep_last=keep_last, keep_every=keep_every, in_use=self._in_use)
             except CkptoolError as error:
                 self._log.say(f"old checkpoints were not removed: {error}")
 
