@@ -23,8 +23,8 @@ def on_files(files: Files, config: Any) -> Files:
             name = _outside(page.parent, link)
             if name is not None and files.get_file_from_path(name) is None:
                 files.append(_file(name, config))
-    for name in _PAGES:
-        if files.get_file_from_path(_PAGES[name]) is None:
+    for name, uri in _PAGES.items():
+        if files.get_file_from_path(uri) is None:
             files.append(_file(name, config))
     return files
 
