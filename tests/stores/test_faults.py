@@ -33,11 +33,11 @@ def proxy(s3: S3, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @pytest.mark.parametrize(
     "faults",
     [
-        Faults(latency_s=0.02),
+        pytest.param(Faults(latency_s=0.02), marks=pytest.mark.slow),
         Faults("cut", every=3),
         Faults("short", every=3, after_bytes=900),
         Faults("refuse", every=5),
-        Faults(bytes_per_s=2e6),
+        pytest.param(Faults(bytes_per_s=2e6), marks=pytest.mark.slow),
     ],
     ids=["latency", "cut", "short", "503", "slow"],
 )

@@ -100,6 +100,7 @@ def test_two_ranks_save_and_three_load(s3: S3, s3_environment: dict[str, str]) -
     assert run_ranks(3, at_s3, s3_environment, load) == [(1.0, 1.0)] * 3
 
 
+@pytest.mark.slow
 def test_a_save_replaces_another_on_demand_only(s3: S3, s3_environment: dict[str, str]) -> None:
     assert run_ranks(2, at_s3, s3_environment, save_again) == [(f"{URL} already exists", (2.0, 2.0))] * 2
 
