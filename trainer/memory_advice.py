@@ -101,11 +101,12 @@ class MemoryAdvice:
                 optimizer_dtype="fp32" if config.stochastic_rounding else None,
                 compute_dtype=compute_dtype,
                 loss=config.loss,
+                compiled=config.compile,
                 **gpu,
             )
         except CkptoolError:
             return None
-        checkpointing = config.activation_checkpointing == "block"
+        checkpointing = config.activation_checkpointing
         return next(
             way
             for way in result.details["ways"]

@@ -139,7 +139,7 @@ def estimated(folder: Path, row: dict[str, Any], device: str) -> dict[str, Any]:
     if done.returncode:
         raise click.ClickException(done.stderr.strip())
     ways = json.loads(done.stdout)["ways"]
-    way = next(w for w in ways if w["sharding"] == "fsdp2" and w["checkpointing"] == (row["checkpointing"] == "block"))
+    way = next(w for w in ways if w["sharding"] == "fsdp2" and w["checkpointing"] == row["checkpointing"])
     return {"estimated_bytes": way["peak_bytes"], "moment": way["peak_moment"]}
 
 

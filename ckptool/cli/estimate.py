@@ -13,6 +13,7 @@ from ckptool.core.plan import Result
 _POSITIVE = click.IntRange(min=1)
 _DTYPE = click.Choice(["fp32", "bf16"])
 _NAMES = {"ddp": "DDP", "fsdp2": "FSDP2"}
+_CHECKPOINTING = {"none": "", "selective": ", selective checkpointing", "block": ", checkpointing"}
 _COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss", "buffers", "peak", "needed")
 
 
@@ -44,6 +45,7 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss", "buffers
     show_default=True,
     help="Logits some tokens at a time, or all at once.",
 )
+@click.option("--compile", "compiled", is_flag=True, help="Blocks are compiled, which keeps fewer activations.")
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @output_options
 def command(*, src: str, as_json: bool, quiet: bool, **setting: Any) -> None:
@@ -82,7 +84,7 @@ def _show(result: Result) -> None:
 
 
 def _name(way: dict[str, Any]) -> str:
-    return _NAMES[way["sharding"]] + (", checkpointing" if way["checkpointing"] else "")
+    return _NAMES[way["sharding"]] + _CHECKPOINTING[way["checkpointing"]]
 
 
 def _ways_out(details: Any) -> str:

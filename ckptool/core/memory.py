@@ -28,6 +28,10 @@ CONTEXT_BYTES = 1_000_000_000
 #: What the caching allocator holds in gaps, by the tensors' peak.
 GAPS_FRACTION = 0.05
 
+#: What is kept of a block for its backward pass, by the trainer's --activation-checkpointing: all that autograd keeps;
+#: attention and some of the matrix products (trainer/selective.py); its input alone.
+CHECKPOINTING = ("none", "selective", "block")
+
 #: More GPUs are not looked for.
 MAX_GPUS = 1 << 16
 
@@ -68,6 +72,7 @@ class TrainingSetup:
     """One rank's part of a step. `num_shards` ranks share the parameters; `num_micro_steps` are accumulated.
 
     The head and the loss are computed for at most `loss_chunk_elements` logits at a time, or for all at once (None).
+    Blocks that are `compiled` keep fewer activations.
     """
 
     seq_len: int
@@ -78,6 +83,7 @@ class TrainingSetup:
     optimizer_bytes: int = 4
     compute_bytes: int = 2
     loss_chunk_elements: int | None = None
+    compiled: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -105,8 +111,8 @@ class Memory:
         return math.ceil(self.peak_bytes * (1 + GAPS_FRACTION)) + CONTEXT_BYTES
 
 
-def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> Memory:
-    """A step with FSDP2 over `num_shards` ranks; `checkpointing` keeps only the blocks' inputs.
+def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> Memory:
+    """A step with FSDP2 over `num_shards` ranks; `checkpointing` is one of CHECKPOINTING.
 
     Of a block that runs, a rank holds the whole weights, in the backward pass those of the next one too, the whole
     gradients, and the fp32 copy of the last block's that is being summed. The root's weights stay whole all the time.
@@ -135,7 +141,7 @@ def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) ->
     return Memory(weights, gradients, optimizer, kept + running, loss, buffers, moments[moment], moment)
 
 
-def ddp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> Memory:
+def ddp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> Memory:
     """A step with DistributedDataParallel (gradients as views of its buckets) under autocast: every rank holds it all.
 
     Autocast keeps a copy of the weights in the dtype of the computation until the forward pass is over.
@@ -171,8 +177,8 @@ def _loss(model: ModelSizes, setup: TrainingSetup) -> int:
     """What the head's output and the cross entropy take at their worst.
 
     All at once: in the backward pass the log-probabilities, their gradient, and that of the logits, in fp32. In chunks:
-    of a chunk the logits as computed and in fp32, the probabilities, the labels as such, and the difference; and of all
-    tokens the gradients of head and hidden states.
+    of a chunk the logits as computed and in fp32, the probabilities, the labels as such, and the difference (compiled:
+    the logits, as such and in fp32, and their gradient); and of all tokens the gradients of head and hidden states.
     """
     compute, elements = setup.compute_bytes, setup.num_tokens * model.vocab
     if setup.loss_chunk_elements is None:
@@ -182,21 +188,23 @@ def _loss(model: ModelSizes, setup: TrainingSetup) -> int:
     widened = _FP32_BYTES if compute < _FP32_BYTES else 0
     gradients = model.head_parameters * _FP32_BYTES + setup.num_tokens * model.hidden * compute
     of_head = model.head_parameters * (_FP32_BYTES + compute)  # the gradient scaled, and cast
-    return gradients + max(chunk * (compute + widened + 3 * _FP32_BYTES), of_head)
+    per_logit = 2 * compute + widened if setup.compiled else compute + widened + 3 * _FP32_BYTES
+    return gradients + max(chunk * per_logit, of_head)
 
 
-def _activations(model: ModelSizes, setup: TrainingSetup, checkpointing: bool) -> tuple[int, int]:
+def _activations(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> tuple[int, int]:
     """What all blocks keep for the backward pass, and what the backward pass of one block needs beyond that."""
     tokens, compute = setup.num_tokens, setup.compute_bytes
-    per_block = tokens * _kept_per_token(model, compute)
+    per_block = tokens * (compiled_bytes_per_token if setup.compiled else eager_bytes_per_token)(model, compute)
+    kept = {"none": per_block, "selective": tokens * selective_bytes_per_token(model, compute)}
+    kept["block"] = tokens * model.hidden * compute
     final_norm = tokens * model.hidden * (_FP32_BYTES + 2 * compute)
     gradients = tokens * (3 * compute * model.mlp + 3 * _FP32_BYTES * model.hidden)
-    if checkpointing:
-        return model.num_blocks * tokens * model.hidden * compute + final_norm, per_block + gradients
-    return model.num_blocks * per_block + final_norm, gradients
+    again = 0 if checkpointing == "none" else per_block
+    return model.num_blocks * kept[checkpointing] + final_norm, again + gradients
 
 
-def _kept_per_token(model: ModelSizes, compute: int) -> int:
+def eager_bytes_per_token(model: ModelSizes, compute: int) -> int:
     """Bytes a token that autograd keeps of a block.
 
     A norm keeps its input in fp32, the normalised values, and its output, which the projections after it read.
@@ -207,3 +215,20 @@ def _kept_per_token(model: ModelSizes, compute: int) -> int:
     head_norms = (model.query + model.key) * (_FP32_BYTES + compute) if model.has_head_norms else 0
     attention = 2 * (model.query + model.key) * compute
     return norms + head_norms + attention + (4 * model.mlp + 2 * model.routed) * compute
+
+
+def compiled_bytes_per_token(model: ModelSizes, compute: int) -> int:
+    """The same of a compiled block, whose elementwise work is done again in the backward pass.
+
+    What the partitioner of torch.compile keeps: a norm's input and output, what attention does, and of a gated MLP
+    gate, up and their product. Counted by `tests/trainer/test_memory.py`.
+    """
+    norms = model.num_norms * model.hidden * 2
+    head_norms = model.query + model.key if model.has_head_norms else 0
+    attention = 2 * (model.query + model.key)
+    return (norms + head_norms + attention + 3 * model.mlp + 2 * model.routed) * compute
+
+
+def selective_bytes_per_token(model: ModelSizes, compute: int) -> int:
+    """A block's input, its queries, keys, values, attention and what the projection after it makes, and the gate."""
+    return (2 * model.hidden + 2 * (model.query + model.key) + model.mlp) * compute

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.core.memory import (
+    CHECKPOINTING,
     MAX_GPUS,
     Memory,
     ModelSizes,
@@ -73,6 +74,7 @@ def estimate(
     optimizer_dtype: str | None = None,
     compute_dtype: str = "bf16",
     loss: str = "chunked",
+    compiled: bool = False,
     revision: str | None = None,
 ) -> Result:
     """Say what each of `num_gpus` GPUs of `gpu_bytes` needs to train the model of `src`: a Hub id, of which only the
@@ -80,9 +82,9 @@ def estimate(
 
     `seq_len` in tokens, the batch sizes in sequences, a global one over all ranks (default: one micro batch a rank).
     `loss` is a key of LOSSES; dtypes are keys of DTYPE_BYTES, that of the optimizer by default the weights', as the
-    trainer has it. `details` has the model's sizes and `ways`: DDP and FSDP2, without and with activation
-    checkpointing, each with the fields of `core.memory.Memory`, `needed_bytes`, `fits` and `fewest_gpus` (None: no
-    number is enough).
+    trainer has it; `compiled` is the trainer's --compile. `details` has the model's sizes and `ways`: DDP and FSDP2
+    with each `checkpointing` of core.memory.CHECKPOINTING, each with the fields of `core.memory.Memory`,
+    `needed_bytes`, `fits` and `fewest_gpus` (None: no number is enough).
     Raises UsageError, NotFoundError, DamagedError or UnsupportedError, one line each.
     """
     ranks = Ranks(num_gpus, dp_replicate, tp)
@@ -95,6 +97,7 @@ def estimate(
         optimizer_bytes=_dtype_bytes(optimizer_dtype or param_dtype),
         compute_bytes=_dtype_bytes(compute_dtype),
         loss_chunk_elements=LOSSES[loss] if tp == 1 else None,  # a head that is split has the plain loss
+        compiled=compiled,
     )
     if min(seq_len, micro_batch_size, gpu_bytes) < 1:
         raise UsageError("the sequence length, the micro batch and the memory of a GPU must be positive")
@@ -106,7 +109,7 @@ def estimate(
     folder = locate_config(src, revision)
     model, num_parameters = read_sizes(fetched(folder, ["config.json"]), tp)
 
-    def memory(sharding: str, checkpointing: bool, at: Ranks) -> Memory:
+    def memory(sharding: str, checkpointing: str, at: Ranks) -> Memory:
         units = -(-global_batch_size // at.num_data_ranks) if global_batch_size else micro_batch_size
         num_micro_steps = max(1, -(-units // micro_batch_size))
         here = replace(setup, num_shards=at.num_shards, num_micro_steps=num_micro_steps)
@@ -114,10 +117,10 @@ def estimate(
 
     ways = []
     for sharding in ("ddp", "fsdp2"):
-        for checkpointing in (False, True):
+        for checkpointing in CHECKPOINTING:
             needs = memory(sharding, checkpointing, ranks)
 
-            def fits(count: int, sharding: str = sharding, checkpointing: bool = checkpointing) -> bool:
+            def fits(count: int, sharding: str = sharding, checkpointing: str = checkpointing) -> bool:
                 return memory(sharding, checkpointing, replace(ranks, num_gpus=count)).needed_bytes <= gpu_bytes
 
             ways.append(

@@ -55,14 +55,23 @@ def test_tensor_parallel_ranks_hold_their_part_of_what_the_plan_splits(folder: P
 
 def test_more_gpus_need_less_each(folder: Path) -> None:
     peaks = [[way["peak_bytes"] for way in estimate(str(folder), num_gpus=n).details["ways"]] for n in (1, 8)]
-    (ddp, _, fsdp, _), (ddp_8, _, fsdp_8, _) = peaks
+    (ddp, _, _, fsdp, _, _), (ddp_8, _, _, fsdp_8, _, _) = peaks
     assert ddp == ddp_8
     assert fsdp > fsdp_8
 
 
+def test_what_is_kept_falls_with_checkpointing_and_with_compiled_blocks(folder: Path) -> None:
+    eager, compiled = (
+        [way["activations_bytes"] for way in estimate(str(folder), seq_len=4096, compiled=c).details["ways"][3:]]
+        for c in (False, True)
+    )
+    assert eager == sorted(eager, reverse=True)
+    assert compiled[0] < eager[0]
+
+
 def test_the_fewest_gpus_are_the_first_that_fit(folder: Path) -> None:
-    limit = estimate(str(folder), num_gpus=3).details["ways"][2]["needed_bytes"]
-    way = estimate(str(folder), gpu_bytes=limit).details["ways"][2]
+    limit = estimate(str(folder), num_gpus=3).details["ways"][3]["needed_bytes"]
+    way = estimate(str(folder), gpu_bytes=limit).details["ways"][3]
     assert (way["fits"], way["fewest_gpus"]) == (False, 3)
 
 
@@ -77,7 +86,7 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
     assert "FSDP2, checkpointing" in capsys.readouterr().out
     assert run(["estimate", str(folder), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [way["fits"] for way in answer["ways"]] == [True] * 4
+    assert [way["fits"] for way in answer["ways"]] == [True] * 6
     assert run(["estimate", str(folder), "--quiet", "--gpu-memory", "1GB"]) == 0
     assert capsys.readouterr().out == ""
 
