@@ -154,7 +154,7 @@ class _Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """All that is settled before the first byte is written."""
+    """All that is settled by planning."""
 
     model: ModelInput
     names: NamePlan
