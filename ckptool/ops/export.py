@@ -14,7 +14,7 @@ from ckptool.core.cuts import stream_tensor
 from ckptool.core.interfaces import Progress
 from ckptool.core.parts import Part
 from ckptool.core.plan import Plan, Result
-from ckptool.errors import NotFoundError, UsageError
+from ckptool.errors import NotFoundError, TargetExistsError, UsageError
 from ckptool.naming.dialects import dialect_names, load_dialect
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.selection import select_sources
@@ -105,7 +105,12 @@ def export(
     if adapter not in ("", *ADAPTER_FORMS) or (adapter and engine != "stream") or (adapter == "folder" and to != "hf"):
         raise UsageError("an adapter is written as a folder for peft, or merged; with --engine stream")
     target = _target(path, out, f"-{'adapter' if adapter == 'folder' else to}")
-    refuse_existing(target, how.overwrite)
+    try:
+        refuse_existing(target, how.overwrite)
+    except TargetExistsError as error:
+        if push is not None:
+            error.hint = f"ckptool push {target} {push.repo} brings what is there to the Hub"
+        raise
     refuse_own_source(path, target)
     if push is not None and (to != "hf" or engine != "stream" or not isinstance(target, Path)):
         raise UsageError("--push goes with --to hf, --engine stream and a local --out")

@@ -60,17 +60,25 @@ def test_a_curve_goes_from_the_lowest_to_the_highest() -> None:
 
 def test_in_a_terminal_it_goes_on_until_it_is_interrupted(run_root: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ckptool", "top", str(run_root), "--interval", "0.1"]
+    # A shell's background jobs ignore SIGINT, and so would their children: take Python's own handler.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from ckptool.cli.main import main; main()"
+    )
+    command = [sys.executable, "-c", program, "top", str(run_root), "--interval", "0.1"]
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
     os.close(theirs)
-    with (run_root / "metrics.jsonl").open("a") as file:
-        shown = read_until(ours, b"100, data position")
-        file.write(json.dumps({"step": 101, "attempt": "a", "world_size": 8, "consumed": 404}) + "\n")
-        file.flush()
-        shown += read_until(ours, b"101, data position 404")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 0
-    os.close(ours)
+    try:
+        with (run_root / "metrics.jsonl").open("a") as file:
+            shown = read_until(ours, b"100, data position")
+            file.write(json.dumps({"step": 101, "attempt": "a", "world_size": 8, "consumed": 404}) + "\n")
+            file.flush()
+            shown += read_until(ours, b"101, data position 404")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        os.close(ours)
     assert shown.count(b"data position") >= 2
 
 

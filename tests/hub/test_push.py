@@ -113,6 +113,13 @@ def test_weights_that_are_there_are_not_overwritten_unasked(mine: Hub, root: Pat
     assert ckptool.diff(str(tmp_path / "over"), f"hf://{REPO}").equal
 
 
+def test_an_export_that_is_there_already_is_pushed_by_another_command(mine: Hub, root: Path, tmp_path: Path) -> None:
+    ckptool.export("step-4", root=root, out=tmp_path / "out")
+    with pytest.raises(TargetExistsError) as caught:
+        export(root, tmp_path / "out")
+    assert caught.value.hint == f"ckptool push {tmp_path / 'out'} {MINE} brings what is there to the Hub"
+
+
 def test_a_new_repository_is_private_when_asked(mine: Hub, root: Path, tmp_path: Path) -> None:
     export(root, tmp_path / "out", private=True)
     assert mine.repos[MINE].private
