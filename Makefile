@@ -54,7 +54,7 @@ test-all: lint
 # On Linux PyPI's torch 2.11 brings CUDA along: 5 GB. PIP_EXTRA_INDEX_URL leads to a build for the CPU.
 test-lowest:
 	@test -x $(LOWEST)/bin/pip || $(PYTHON) -m venv --clear $(LOWEST)
-	$(LOWEST)/bin/pip install -qq --disable-pip-version-check -c constraints-lowest.txt -e '.[train,lora,gguf,report]' \
+	$(LOWEST)/bin/pip install -qq --disable-pip-version-check -c tests/constraints-lowest.txt -e '.[train,lora,gguf,report]' \
 	  hypothesis pytest torchdata psutil accelerate
 	$(LOWEST)/bin/pytest $(LOWEST_TESTS)
 

@@ -274,7 +274,7 @@ def heavy_modules_after(args: list[str]) -> str:
 def test_the_repository_has_the_agreed_top_level() -> None:
     allowed = {
         *{"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt"},
-        *{"ckptool", "trainer", "tests", "docs", "benchmarks", ".ci", ".gitignore"},
+        *{"ckptool", "trainer", "tests", "docs", "benchmarks", ".ci", ".gitignore", "mkdocs.yml", "CITATION.cff"},
     }
     if not (TOP / ".git").exists():
         pytest.skip("not a git checkout")
