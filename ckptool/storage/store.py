@@ -9,6 +9,7 @@ import bisect
 import contextlib
 import datetime
 import functools
+import os
 import random
 import re
 import tempfile
@@ -317,9 +318,10 @@ def redact_url(url: str) -> str:
     return urlunsplit((parts.scheme, ("***@" if at else "") + host, parts.path, "***" if parts.query else "", ""))
 
 
-def shown_name(name: str) -> str:
+def shown_name(name: str | os.PathLike[str]) -> str:
     """What a user typed, as it may be shown."""
-    return redact_url(name) if is_url(name) else name
+    text = os.fspath(name)
+    return redact_url(text) if is_url(text) else text
 
 
 @functools.cache
