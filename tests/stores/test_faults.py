@@ -34,9 +34,9 @@ def proxy(s3: S3, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator
     "faults",
     [
         pytest.param(Faults(latency_s=0.02), marks=pytest.mark.slow),
-        Faults("cut", every=3),
-        Faults("short", every=3, after_bytes=900),
-        Faults("refuse", every=5),
+        Faults("cut", every=8),
+        Faults("short", every=8, after_bytes=900),
+        pytest.param(Faults("refuse", every=8), marks=pytest.mark.slow),
         pytest.param(Faults(bytes_per_s=2e6), marks=pytest.mark.slow),
     ],
     ids=["latency", "cut", "short", "503", "slow"],

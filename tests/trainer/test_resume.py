@@ -220,7 +220,8 @@ def test_metrics_have_exactly_the_documented_fields(finished):
     assert list(read_lines(finished / "metrics.jsonl")[0]) == [
         *("step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "step_seconds", "consumed"),
         *("max_memory_bytes", "checkpoint_seconds", "checkpoint_stall_seconds", "world_size", "attempt"),
-        *("skipped", "eval_loss", "data_seconds", "forward_backward_seconds", "optimizer_seconds"),
+        *("skipped", "eval_loss", "data_seconds", "forward_backward_seconds", "optimizer_seconds", "mfu"),
+        *("rank_data_seconds", "rank_probe_seconds"),
     ]
 
 
