@@ -50,7 +50,7 @@ def test_an_import_from_bucket_to_bucket_finishes(s3: S3, proxy: Proxy, hub_fold
     assert ckptool.verify("s3://bucket/runs/m", level="content", against=str(hub_folder)).exit_code == 0
 
 
-@pytest.mark.parametrize("kind", ["refuse", "cut"])
+@pytest.mark.parametrize("kind", ["refuse", pytest.param("cut", marks=pytest.mark.slow)])
 def test_a_store_that_is_gone_ends_in_one_line_and_the_next_attempt_goes_on(
     s3: S3, proxy: Proxy, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

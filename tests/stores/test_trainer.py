@@ -69,6 +69,7 @@ def test_a_save_that_was_killed_is_passed_over_and_replaced(s3: S3, work: Path) 
     assert [line["step"] for line in read_lines(work / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_brought_from_the_disk_and_come_back(s3: S3, work: Path) -> None:
     run(work, steps=4, save_every=2, upload_to=URL, async_save=True, keep_last=1)
     assert steps_in(s3) == ["step-4"]
