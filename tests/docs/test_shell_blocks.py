@@ -18,8 +18,8 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M"
 COMMIT = "0" * 40
 WITH_BLOCKS = [page for page in PAGES if shell_blocks(page)]
 
-#: The pages that most people read; each takes half a minute, so the others run with the slow tests.
-QUICK = {"README.md", "quickstart.md", "export.md"}
+#: The page that most people read; each takes half a minute, so the others run with the slow tests.
+QUICK = {"README.md"}
 
 
 @pytest.fixture(scope="session")
