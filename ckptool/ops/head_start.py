@@ -14,6 +14,7 @@ import multiprocessing
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -37,6 +38,8 @@ MIN_BYTES = 256 << 20
 
 #: Whose import takes the time.
 _SLOW_LIBRARY = "transformers.core_model_loading"
+
+_REPORT_INTERVAL_SECONDS = 0.1
 
 _PR_SET_PDEATHSIG = 1
 
@@ -127,10 +130,17 @@ def _copy(copy: Copy, sender: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     lock = threading.Lock()
+    unsaid_bytes = 0
+    last_s = time.monotonic()
 
     def report(num_bytes: int) -> None:
+        nonlocal unsaid_bytes, last_s
         with lock:
-            sender.send(num_bytes)
+            unsaid_bytes += num_bytes
+            # Each message takes Python's lock from the import.
+            if time.monotonic() - last_s >= _REPORT_INTERVAL_SECONDS:
+                sender.send(unsaid_bytes)
+                unsaid_bytes, last_s = 0, time.monotonic()
 
     try:
         outcome: Any = copy(report)
@@ -140,4 +150,5 @@ def _copy(copy: Copy, sender: Connection) -> None:
         outcome = MemoryError()
     except Exception as error:
         outcome = RuntimeError(f"{type(error).__name__}: {error}")
+    sender.send(unsaid_bytes)
     sender.send(outcome)

@@ -22,7 +22,8 @@ def take(num_bytes: int) -> mmap.mmap:
     """A buffer of `num_bytes` (at least one), at the start of a page; what is in it is anything."""
     with contextlib.suppress(KeyError, IndexError):
         return _spare[num_bytes].pop()
-    made = mmap.mmap(-1, num_bytes)
+    # Private: by default Python shares such memory with processes forked later, which would write into it, too.
+    made = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if _MADV_HUGEPAGE is not None:
         with contextlib.suppress(OSError):  # a kernel without them
             made.madvise(_MADV_HUGEPAGE)
