@@ -28,7 +28,7 @@ from ckptool.ops.consume import Consumer, check_consumable
 from ckptool.ops.conversion import Execution, convert, work_of
 from ckptool.ops.head_start import Copying, at_once, is_worth_it, with_head_start
 from ckptool.ops.import_adapter import add_adapter, refuse_adapter_alone
-from ckptool.ops.inputs import ModelInput, guess_input, open_input
+from ckptool.ops.inputs import ModelInput, guess_input, open_input, weight_bytes
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, checked_dtype, chooser, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
@@ -197,13 +197,13 @@ def _guess(job: _Job, opened: contextlib.ExitStack) -> _Planned | None:
     """The plan for a model that keeps its names, where it can be begun with before it is known to be right."""
     is_plain = not (job.consume or job.untie or job.keys or job.exclude or job.how.ranks)
     # What an interrupted attempt left must not go for a guess.
-    if not is_plain or is_being_written(job.target):
+    if not is_plain or is_being_written(job.target) or not is_worth_it(weight_bytes(job.located.path)):
         return None
     model = guess_input(job.located.path, job.cast)
     if model is None:
         return None
     opened.enter_context(contextlib.closing(model.source))
-    return _plan(job, model) if is_worth_it(model.source.manifest.num_bytes) else None
+    return _plan(job, model)
 
 
 def _is_same_work(one: _Planned, other: _Planned) -> bool:

@@ -80,6 +80,13 @@ def open_input(path: Place, cast: str | None) -> ModelInput:
     return opened
 
 
+def weight_bytes(path: Place) -> int:
+    """The size of the safetensors files of a local folder; 0 for anything else."""
+    if not isinstance(path, Path) or not path.is_dir():
+        return 0
+    return sum(file.stat().st_size for file in path.glob("*.safetensors") if file.is_file())
+
+
 def guess_input(path: Place, cast: str | None) -> ModelInput | None:
     """What `open_input` most likely comes to for a local folder of plain safetensors, without a look at the model: all
     tensors keep their names. None where that is unlikely, or something is wrong with the folder.
