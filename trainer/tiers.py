@@ -106,18 +106,24 @@ class Uploads:
                 self._changed.wait_for(lambda: self._next is not None)
                 path = self._current = cast(Place, self._next)
                 self._next = None
-            if self._process is None or self._process.poll() is not None:
-                self._process = _start_process()
-            self._fault = self._bring(self._process, path)
-            if self._is_closed:
-                return
-            if self._fault:
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self._process = _start_process()
+                self._fault = self._bring(self._process, path)
+                if self._is_closed:
+                    return
+                if self._fault:
+                    self._log.say(self._fault)
+                else:
+                    self._prune()
+            except Exception as error:  # whatever it is, the run must not wait for it for ever
+                shown = ckptool.place(self._config.upload_to)
+                self._fault = f"{path.name} was not brought to {shown}: {type(error).__name__}"
                 self._log.say(self._fault)
-            else:
-                self._prune()
-            with self._changed:
-                self._current = None
-                self._changed.notify_all()
+            finally:
+                with self._changed:
+                    self._current = None
+                    self._changed.notify_all()
 
     def _bring(self, process: subprocess.Popen[str], path: Place) -> str:
         """Copy one checkpoint; what went wrong, or ""."""
@@ -125,10 +131,9 @@ class Uploads:
         rate = self._config.upload_mb_per_s * 1e6
         try:
             print(json.dumps([str(path), target, rate]), file=process.stdin, flush=True)
-            reply = cast(IO[str], process.stdout).readline()
-        except OSError:
-            reply = ""
-        fault = json.loads(reply) if reply else "the process that uploads has died"
+            fault = json.loads(cast(IO[str], process.stdout).readline())
+        except (OSError, ValueError):  # no answer, or half of one
+            fault = "the process that uploads has died"
         return f"{path.name} was not brought to {ckptool.place(target)}: {fault}" if fault else ""
 
     def _prune(self) -> None:
