@@ -28,5 +28,5 @@ def test_nor_for_one_that_could_not_be_begun(tmp_path: Path, monkeypatch: pytest
         tiny.tiny_config(tmp_path, steps=1, upload_to=str(tmp_path / "there")), Log(tmp_path, 0), ()
     )
     uploads.offer(tmp_path / "step-1")
-    with pytest.raises(StorageError, match="step-1 was not brought to .*FileNotFoundError"):
+    with pytest.raises(StorageError, match=r"step-1 was not brought to .*FileNotFoundError"):
         uploads.finish()
