@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 import trainer
@@ -82,6 +83,7 @@ def test_two_nodes_train_one_run(root):
     assert surviving_samples(root) == list(range(18))
 
 
+@pytest.mark.slow
 def test_a_root_that_only_the_first_node_sees_is_an_error_that_says_so(root, tmp_path):
     shutil.copytree(root, tmp_path / "elsewhere")
     nodes = start_nodes(write_config(root, steps=3), free_port(), [], ["--root", str(tmp_path / "elsewhere")])
