@@ -221,19 +221,23 @@ def _staged(target: Place, key: str, how: Execution) -> Iterator[Staging | Uploa
         if isinstance(staging, Upload):
             staging.discard()
     except BaseException as error:
-        # What is wrong with the data is not put right by going on.
-        useless = isinstance(error, DamagedError | MismatchError | UnsafeError | UnsupportedError)
-        if isinstance(staging, Upload):
-            goes_on = not useless and staging.has_kept
-            staging.discard()
-        elif how.is_first:
-            goes_on = not useless and bool(read_journals(staging.content.parent, key))
-            staging.suspend() if goes_on else staging.discard()
-        else:
-            goes_on = False
-        if goes_on and isinstance(error, CkptoolError):
-            error.hint = f"{error.hint}; {GOES_ON}" if error.hint else GOES_ON
+        leave(staging, key, error, how.is_first)
         raise
+
+
+def leave(staging: Staging | Upload, key: str, error: BaseException, is_first: bool = True) -> None:
+    """After `error`: keep the finished parts of the work `key` for another attempt and say so, or remove everything."""
+    # What is wrong with the data is not put right by going on.
+    is_useless = isinstance(error, DamagedError | MismatchError | UnsafeError | UnsupportedError)
+    goes_on = False
+    if isinstance(staging, Upload):
+        goes_on = not is_useless and staging.has_kept
+        staging.discard()
+    elif is_first:
+        goes_on = not is_useless and bool(read_journals(staging.content.parent, key))
+        staging.suspend() if goes_on else staging.discard()
+    if goes_on and isinstance(error, CkptoolError):
+        error.hint = f"{error.hint}; {GOES_ON}" if error.hint else GOES_ON
 
 
 def _create(target: Place, how: Execution) -> Staging | Upload:

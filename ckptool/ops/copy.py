@@ -20,13 +20,13 @@ from ckptool.core.interfaces import Progress
 from ckptool.core.interruption import raise_if_interrupted
 from ckptool.core.parts import FileRecord
 from ckptool.core.plan import Plan, Result
-from ckptool.errors import CkptoolError, DamagedError, NotFoundError, StorageError, UnsafeError
+from ckptool.errors import DamagedError, NotFoundError, StorageError
 from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, parse_manifest, read_manifest
 from ckptool.formats.dcp_sink import dcp_parts
 from ckptool.naming.groups import keep_names
 from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import check_structure
-from ckptool.ops.conversion import GOES_ON, Execution, convert
+from ckptool.ops.conversion import Execution, convert, leave
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
@@ -35,7 +35,7 @@ from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, FileDigest, read_digests
 from ckptool.storage.files import Place, open_binary, os_errors, safe_join
 from ckptool.storage.hashing import HashingFile
-from ckptool.storage.journal import Journal, read_journals
+from ckptool.storage.journal import Journal
 from ckptool.storage.kept_files import kept_files, remove_rest
 from ckptool.storage.place import file_version, files_below
 from ckptool.storage.rate_limit import RateLimit
@@ -155,7 +155,7 @@ def _copy_files(
         raise_if_interrupted()
         staging.publish()
     except BaseException as error:
-        _leave(staging, key, error)
+        leave(staging, key, error)
         raise
     return [f"went on from an interrupted attempt: {len(done)} of {len(names)} files were done"] if done else []
 
@@ -170,19 +170,6 @@ def _begin(staging: Staging | Upload, key: str, limit: RateLimit) -> dict[str, F
     kept = kept_files(staging.content, key)
     remove_rest(staging.content, key, kept.values())
     return kept
-
-
-def _leave(staging: Staging | Upload, key: str, error: BaseException) -> None:
-    """Keep what the next attempt can go on from; what is wrong with the data is not put right by that."""
-    is_useless = isinstance(error, DamagedError | UnsafeError)
-    if isinstance(staging, Upload):
-        goes_on = not is_useless and staging.has_kept
-        staging.discard()
-    else:
-        goes_on = not is_useless and bool(read_journals(staging.content.parent, key))
-        staging.suspend() if goes_on else staging.discard()
-    if goes_on and isinstance(error, CkptoolError):
-        error.hint = f"{error.hint}; {GOES_ON}" if error.hint else GOES_ON
 
 
 def copy_file(
