@@ -32,6 +32,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 PROGRAMS = Path(__file__).parent / "rank_programs.py"
 
 NUM_STEPS, SAVE_EVERY = 12, 4
+NUM_SAVES = 3
 WARMUP_STEPS = 3  # steps whose speed is not counted
 COMMAND_SECONDS = 240
 
@@ -95,7 +96,7 @@ class Host:
         print(json.dumps(row), file=sys.stderr, flush=True)
 
     def run(self, command: list[Any], must_fail: bool = False) -> str:
-        """Run a command, in time, and return its stdout. Raises RuntimeError with the end of its stderr."""
+        """Run a command, in time, and return what it said. Raises RuntimeError with the end of its stderr."""
         left = min(COMMAND_SECONDS, self.deadline - time.monotonic())
         if left <= 0:
             raise RuntimeError("no time is left")
@@ -118,7 +119,7 @@ class Host:
             raise RuntimeError(f"not done after {left:.0f} s: {err[-500:]}") from None
         if bool(process.returncode) != must_fail:
             raise RuntimeError(f"exit code {process.returncode}: {err[-1500:]}")
-        return out
+        return out + err
 
     @property
     def is_cpu(self) -> bool:
@@ -153,18 +154,21 @@ class Host:
             "keep_last": 0 if root == self.reference else 1,
             **options,
         }
-        return ["--log-samples", *(x for name, value in chosen.items() for x in (f"--{name.replace('_', '-')}", value))]
+        # Attention's gradients are summed in any order, and in some steps that shows. The big size is for the speed.
+        flags = ["--log-samples", *([] if self.size == "8b" else ["--deterministic"])]
+        return [*flags, *(x for name, value in chosen.items() for x in (f"--{name.replace('_', '-')}", value))]
 
-    def train(self, root: Path, num_ranks: int, num_steps: int = NUM_STEPS, **options: Any) -> None:
-        """Run the trainer to step `num_steps`."""
+    def train(self, root: Path, num_ranks: int, num_steps: int = NUM_STEPS, **options: Any) -> str:
+        """Run the trainer to step `num_steps`; returns what it said."""
         start = [sys.executable] if num_ranks == 1 else self.torchrun(num_ranks)
-        self.run([*start, "-m", "trainer", *self.options(root, num_steps, **options)])
+        return self.run([*start, "-m", "trainer", *self.options(root, num_steps, **options)])
 
 
 def main_sections() -> dict[str, Callable[[Host], None]]:
     """The sections after the model is made, the most important first."""
     return {
         "reference": train_reference,
+        "saves": save_beside_training,
         "kill": kill_in_save,
         "half": resume_on_half,
         "load": load_with_each_reader,
@@ -185,22 +189,43 @@ def prepare(host: Host) -> None:
     host.note("prepare", "import-hf", gigabytes=num_bytes / 1e9, seconds=seconds)
     shutil.rmtree(host.work / "hf")
     (host.work / "text").mkdir()
-    num_tokens = (NUM_STEPS + 2) * host.global_batch_size * host.seq_len * 2
+    num_tokens = (20 * NUM_SAVES + 4) * host.global_batch_size * host.seq_len * 2
     lines = (f"line {i} of the text says {i * 7919 % 10007}\n" for i in range(num_tokens // 20))
     (host.work / "text" / "text.txt").write_text("".join(lines))
 
 
 def train_reference(host: Host) -> None:
-    """The run without a break: its speed, and what each save costs."""
-    host.train(host.reference, host.num_ranks)
+    """The run without a break: its speed, and where the time of its last two steps went."""
+    said = host.train(host.reference, host.num_ranks, profile=f"{NUM_STEPS - 1}:2")
     note_speed(host, "reference", f"{host.num_ranks} ranks, FSDP2", host.reference)
-    for line in read_lines(host.reference / "metrics.jsonl"):
-        if line["checkpoint_seconds"]:
-            num_bytes = folder_bytes(host.reference / f"step-{line['step']}")
-            lost = line["checkpoint_stall_seconds"]
-            host.note("reference", f"save of step {line['step']}", gigabytes=num_bytes / 1e9, seconds_lost=lost)
+    for line in said.splitlines():
+        if line.startswith("profile: ") or "of the communication" in line:
+            host.note("reference", "profile of rank 0", line=line.removeprefix("profile: "))
     for step in (2 * SAVE_EVERY, NUM_STEPS):  # the others begin at the first; disks are small next to checkpoints
         shutil.rmtree(host.reference / f"step-{step}")
+
+
+def save_beside_training(host: Host) -> None:
+    """A save every 20 steps, as `--async-save` does it: what it costs the training, and when it is durable."""
+    root = host.work / "saves"
+    host.train(root, host.num_ranks, 20 * NUM_SAVES + 2, save_every=20)
+    lines = read_lines(root / "metrics.jsonl")
+    usual = statistics.median(line["step_seconds"] for line in lines[WARMUP_STEPS:])
+    for number in range(1, NUM_SAVES + 1):
+        at = 20 * number
+        # The step of the save waits for the snapshot; the steps after it may be slower until it is durable.
+        slower = sum(line["step_seconds"] - usual for line in lines[at : at + 20])
+        durable = [line["checkpoint_seconds"] for line in lines[at - 1 : at + 20] if line["checkpoint_seconds"]]
+        host.note(
+            "saves",
+            f"save {number} of {NUM_SAVES}",
+            seconds_lost=round(lines[at - 1]["checkpoint_stall_seconds"] + slower, 3),
+            seconds_until_durable=durable[:1],
+            seconds_of_a_step=round(usual, 3),
+        )
+    kept = max(root.glob("step-*"), key=lambda path: path.stat().st_mtime)
+    host.note("saves", "a checkpoint", gigabytes=folder_bytes(kept) / 1e9)
+    shutil.rmtree(root)
 
 
 def train_on_one(host: Host) -> None:
@@ -215,7 +240,7 @@ def kill_in_save(host: Host) -> None:
     """A rank is killed in the save of step 8; the rest of the run goes on from step 4."""
     root, step = host.work / "killed", 2 * SAVE_EVERY
     saves = [line["checkpoint_seconds"] for line in read_lines(host.reference / "metrics.jsonl")]
-    delay = statistics.median([seconds for seconds in saves if seconds]) / 4
+    delay = statistics.median([seconds for seconds in saves if seconds]) / 2
     program = [PROGRAMS, "dies-in-save", step, delay, *host.options(root, NUM_STEPS)]
     host.run([*host.torchrun(host.num_ranks), *program], must_fail=True)
     left = [path.name for path in root.glob("step-*") if (path / ".metadata").exists()]
@@ -270,9 +295,14 @@ def train_on_meshes(host: Host) -> None:
         name = ", ".join(f"{axis} {size}" for axis, size in mesh.items())
         root = host.work / name.replace(" ", "")
         try:
-            host.train(root, host.num_ranks, 6, save_every=0, **mesh)
+            host.train(root, host.num_ranks, SAVE_EVERY, **mesh)
             note_speed(host, "meshes", name, root)
             compare(host, "meshes", name, root)
+            plain = host.work / "plain"
+            host.ckptool("reshard", "-q", root / f"step-{SAVE_EVERY}", plain, "--world-size", host.num_ranks)
+            host.train(root, host.num_ranks, SAVE_EVERY + 2, resume=plain, save_every=0)
+            compare(host, "meshes", f"{name}, then resharded to plain FSDP2", root)
+            shutil.rmtree(plain)
         except RuntimeError as error:  # the other mesh may work
             host.note("meshes", name, error=str(error))
         shutil.rmtree(root, ignore_errors=True)

@@ -83,15 +83,15 @@ def dies_in_save(step: int, seconds: float) -> None:
     import ckptool
     from trainer import cli
 
-    save = ckptool.save
+    save = ckptool.AsyncSaver.save
     is_victim = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
-    def save_and_die(state: Any, target: Any, **rest: Any) -> Any:
+    def save_and_die(self: ckptool.AsyncSaver, state: Any, target: Any, **rest: Any) -> Any:
         if is_victim and rest["provenance"].step == step:
             threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return save(state, target, **rest)
+        return save(self, state, target, **rest)
 
-    ckptool.save = save_and_die
+    ckptool.AsyncSaver.save = save_and_die  # type: ignore[method-assign]
     cli.main()
 
 

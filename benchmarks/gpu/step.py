@@ -1,22 +1,31 @@
-"""Training steps on one GPU: the trainer's own step and the usual tutorial's code, in turn, on the same shapes.
+"""Training steps on GPUs: the trainer's own step, torchtitan's and the usual tutorial's code, in turn, on the same
+shapes.
 
-    python benchmarks/gpu/step.py                     # all rows, under 8 minutes on one H200
-    python benchmarks/gpu/step.py --only 1b           # rows whose name holds a word
-    python benchmarks/gpu/step.py --device cpu        # does every row run at all? on a tiny shape, no figures
+    python benchmarks/gpu/step.py --shape 8b              # all rows of a shape, under 8 minutes on one H200
+    python benchmarks/gpu/step.py --shape 8b --ranks 2    # the rows of several GPUs, under torchrun
+    python benchmarks/gpu/step.py --device cpu            # does every row run at all? on a tiny shape, no figures
 
 Each row is a process of its own and is written as soon as it is done. All train random weights in bf16 with AdamW
-states in bf16, under FSDP2 on a mesh of one rank, sequence 4096. The tutorial's code: a transformers model in eager
-mode, cross-entropy of all logits, `checkpoint_wrapper` around each layer, `AdamW(fused=True)`, gradients clipped to 1.
+states in bf16, sequence 4096, gradients clipped to 1.
+
+* trainer: the step of trainer/train.py. On one GPU it does without FSDP2; `trainer, FSDP2` has it there too.
+* torchtitan: its Llama, parallelized by its own functions as its train.py calls them, its loss, clipping and optimizer.
+  On one GPU it too does without FSDP2, and `torchtitan, FSDP2` has it. Its Llama has no tied embeddings: in the 1B
+  shape it has a head of its own, whose parameters don't count in its MFU.
+* tutorial: FSDP2 on a transformers model in eager mode, cross-entropy of all logits, `checkpoint_wrapper` around each
+  layer, `AdamW(fused=True)`.
 
 MFU = (6 N + 12 L H S) x tokens/s / 989e12: N parameters (of tied ones one), L layers, H features, S tokens a sequence;
 recomputation doesn't count. (Chowdhery et al., PaLM, 2022, appendix B.) 989e12 FLOP/s: NVIDIA's figure for dense bf16.
-Writes benchmarks/results/step.jsonl and step.md.
+After the timed steps two more run under torch.profiler: where their time went is in the raw rows.
+Writes benchmarks/results/step-{shape}-{ranks}gpu.jsonl and .md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +42,6 @@ RESULTS = TOP / "benchmarks" / "results"
 PEAK_FLOPS = 989e12
 SEQ_LEN = 4096
 ROW_SECONDS = 110
-BUDGET_SECONDS = 470
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,77 +79,88 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
-#: (shape, sequences a step, whose code, activation checkpointing, compiled, loss), the ones that matter most first.
+#: Sequences a step and GPU.
+SEQUENCES = {"8b": 2, "1b": 4, "tiny": 2}
+
+#: (whose code, activation checkpointing, compiled, loss), the ones that matter most first.
 ROWS = [
-    ("8b", 2, "tutorial", "block", False, "plain"),
-    ("8b", 2, "trainer", "none", True, "chunked"),
-    ("8b", 2, "trainer", "selective", True, "chunked"),
-    ("8b", 2, "trainer", "block", True, "chunked"),
-    ("1b", 4, "tutorial", "block", False, "plain"),
-    ("1b", 4, "trainer", "none", True, "chunked"),
-    ("1b", 4, "trainer", "selective", True, "chunked"),
-    ("1b", 4, "trainer", "block", True, "chunked"),
-    ("8b", 2, "trainer", "block", True, "plain"),
-    ("8b", 2, "trainer", "block", False, "chunked"),
+    ("trainer", "none", True, "chunked"),
+    ("torchtitan", "none", True, "plain"),
+    ("trainer", "selective", True, "chunked"),
+    ("torchtitan", "selective", True, "plain"),
+    ("trainer", "block", True, "chunked"),
+    ("torchtitan", "block", True, "plain"),
+    ("tutorial", "block", False, "plain"),
+    ("trainer, FSDP2", "none", True, "chunked"),
+    ("torchtitan, FSDP2", "none", True, "plain"),
+    ("trainer", "block", False, "chunked"),
 ]
 #: What a row's process leaves at its end.
 _joined = contextlib.ExitStack()
 
-_FIELDS = ("shape", "sequences", "code", "checkpointing", "compile", "loss")
+_FIELDS = ("code", "checkpointing", "compile", "loss")
 
 
 @click.group(invoke_without_command=True)
-@click.option("--only", default="", help="Only rows whose text holds this, e.g. `8b trainer`.")
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="1b", show_default=True)
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--only", default="", help="Only rows whose text holds these words, e.g. `trainer none`.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
+@click.option("--seconds", type=float, default=470, show_default=True, help="When they are over nothing is begun.")
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
 @click.pass_context
-def main(context: click.Context, only: str, device: str, results: Path) -> None:
+def main(context: click.Context, shape: str, ranks: int, only: str, device: str, seconds: float, results: Path) -> None:
     """Measure every row, each in a process of its own."""
     if context.invoked_subcommand:
         return
     began = time.monotonic()
     results.mkdir(parents=True, exist_ok=True)
+    shape = shape if device == "cuda" else "tiny"
+    stem = results / f"step-{shape}-{ranks}gpu"
     done: list[dict[str, Any]] = []
     for values in ROWS:
-        if not all(word in " ".join(map(str, values)) for word in only.split()):
+        row = dict(zip(_FIELDS, values, strict=True)) | {"shape": shape, "ranks": ranks}
+        if not all(word in " ".join(map(str, values)) for word in only.split()) or (ranks > 1 and "," in row["code"]):
             continue
-        row = dict(zip(_FIELDS, values, strict=True))
-        left = BUDGET_SECONDS - (time.monotonic() - began)
+        left = seconds - (time.monotonic() - began)
         if left < ROW_SECONDS / 3:
             row["error"] = "no time left"
         else:
             row |= _in_process(row, device, min(ROW_SECONDS, left))
         done.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
-        (results / "step.jsonl").write_text("".join(json.dumps(line) + "\n" for line in done))
-        (results / "step.md").write_text(table(done))
+        stem.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in done))
+        stem.with_suffix(".md").write_text(table(done))
     print(table(done))
 
 
 def _in_process(row: dict[str, Any], device: str, limit_seconds: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, "row", device, json.dumps(row)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={row['ranks']}"]
+    command = [sys.executable, *(torchrun if row["ranks"] > 1 else []), __file__, "row", device, json.dumps(row)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {limit_seconds:.0f} s"}
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
-    return json.loads(done.stdout.splitlines()[-1])
+        lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.strip().splitlines()
+        return {"error": lines[-1] if lines else f"exit code {done.returncode}"}
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of the rows."""
     where = next((row["machine"] for row in rows if "machine" in row), "")
+    shape, ranks = rows[0]["shape"], rows[0]["ranks"]
     lines = [
-        where,
+        f"Llama, shape {shape}, {SEQUENCES[shape]} sequences a step and GPU, {ranks} x {where}; tokens/s of a GPU",
         "",
-        "| shape | sequences | code | checkpointing | compile | loss | tokens/s | MFU % | step ms | peak GiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| code | checkpointing | compile | loss | tokens/s | MFU % | step ms | peak GiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         head = " | ".join(str(row[name]) for name in _FIELDS)
         if "error" in row:
-            lines.append(f"| {head} | {row['error']} | | | |")
+            lines.append(f"| {head} | {row['error'].replace('|', '/')} | | | |")
             continue
         spread = f"{min(row['step_ms']):.0f} to {max(row['step_ms']):.0f}"
         lines.append(
@@ -160,30 +179,58 @@ def row(device: str, text: str) -> None:
     import transformers
 
     setting = json.loads(text)
-    if device == "cpu":
-        setting["shape"] = "tiny"
     seq_len = SEQ_LEN if device == "cuda" else 32
-    step, model = (tutorial if setting["code"] == "tutorial" else trainer)(setting, device, seq_len)
+    setting["sequences"] = SEQUENCES[setting["shape"]]
+    step, model = CODES[setting["code"].split(",")[0]](setting, device, seq_len)
     losses = [step() for _ in range(4 if device == "cuda" else 1)]  # compilation, then warm clocks
     seconds = []
     for _ in range(12 if device == "cuda" else 1):
         began = time.perf_counter()
         losses.append(step())
         seconds.append(time.perf_counter() - began)
+    peak_gib = round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0
     shape = SHAPES[setting["shape"]]
     tokens_per_second = setting["sequences"] * seq_len / statistics.median(seconds)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if shape["tie_word_embeddings"] and setting["code"].startswith("torchtitan"):
+        num_parameters -= shape["vocab_size"] * shape["hidden_size"]
     attention_flops = 12 * shape["num_hidden_layers"] * shape["hidden_size"] * seq_len
     found = {
         "tokens_per_second": round(tokens_per_second, 1),
         "mfu": round((6 * num_parameters + attention_flops) * tokens_per_second / PEAK_FLOPS, 4),
         "step_ms": [round(1000 * second, 1) for second in seconds],
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0,
+        "peak_gib": peak_gib,
         "losses": [round(loss, 4) for loss in losses],
+        "profile": profiled(step, device),
         "machine": f"{torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}",
     }
-    print(json.dumps(found), flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(found), flush=True)
+
+
+def profiled(step: Callable[[], float], device: str) -> list[str]:
+    """Where the time of two steps went, as the trainer's `--profile` says it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from trainer.profiling import table as kinds
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        step()
+        step()
+    return kinds(list(profiler.events() or []), device)
+
+
+def _join(device: str) -> None:
+    """The process group of torchrun's ranks, or of this one alone."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **({} if "RANK" in os.environ else alone))
 
 
 def tutorial(setting: dict[str, Any], device: str, seq_len: int) -> tuple[Callable[[], float], Any]:
@@ -191,13 +238,11 @@ def tutorial(setting: dict[str, Any], device: str, seq_len: int) -> tuple[Callab
     import functools
 
     import torch
-    import torch.distributed as dist
     import transformers
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    store = dist.HashStore()
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    _join(device)
     config = transformers.AutoConfig.for_model(**SHAPES[setting["shape"]])
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
@@ -225,6 +270,73 @@ def tutorial(setting: dict[str, Any], device: str, seq_len: int) -> tuple[Callab
     return step, model
 
 
+def torchtitan(setting: dict[str, Any], device: str, seq_len: int) -> tuple[Callable[[], float], Any]:
+    """torchtitan 0.2's Llama and training step."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import utils
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+    from torchtitan.models.llama3.infra import parallelize
+
+    _join(device)
+    shape = SHAPES[setting["shape"]]
+    # Features of the MLP: 8 H / 3, times the factor, rounded up to the multiple.
+    factor, multiple = {"8b": (1.3, 1024), "1b": (1.5, 256), "tiny": (1.0, 64)}[setting["shape"]]
+    arguments = TransformerModelArgs(
+        dim=shape["hidden_size"],
+        n_layers=shape["num_hidden_layers"],
+        n_heads=shape["num_attention_heads"],
+        n_kv_heads=shape["num_key_value_heads"],
+        vocab_size=shape["vocab_size"],
+        rope_theta=shape["rope_theta"],
+        ffn_dim_multiplier=factor,
+        multiple_of=multiple,
+        max_seq_len=seq_len,
+    )
+    config = JobConfig()
+    config.activation_checkpoint.mode = {"block": "full"}.get(setting["checkpointing"], setting["checkpointing"])
+    config.activation_checkpoint.selective_ac_option = "op"
+    compiles = setting["compile"] and device == "cuda"
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        model = Transformer(arguments)
+    torch.set_default_dtype(torch.float32)
+    if setting["checkpointing"] != "none":
+        parallelize.apply_ac(
+            model,
+            config.activation_checkpoint,
+            model_compile_enabled=compiles,
+            op_sac_save_list=parallelize._op_sac_save_list,
+        )
+    if compiles:
+        parallelize.apply_compile(model, config.compile)
+    if "FSDP2" in setting["code"] or dist.get_world_size() > 1:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        parallelize.apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights()
+    loss_of = torch.compile(cross_entropy_loss) if compiles else cross_entropy_loss
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = _batches(setting, seq_len)
+
+    def step() -> float:
+        inputs, labels = (tensor.to(device) for tensor in next(batches))
+        logits = model(inputs)
+        loss = loss_of(logits, labels) / labels.numel()
+        del logits
+        loss.backward()
+        utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step, model
+
+
 def trainer(setting: dict[str, Any], device: str, seq_len: int) -> tuple[Callable[[], float], Any]:
     """The step of trainer/train.py."""
     step, state = trainer_state(setting, device, seq_len)
@@ -238,8 +350,7 @@ def trainer_state(
     import torch
 
     from ckptool import DataPosition, DataSource, Provenance
-    from trainer import cli, parallel
-    from trainer.build import build_state
+    from trainer import build, cli, parallel
     from trainer.checkpoint import Origin
     from trainer.config import TrainConfig
     from trainer.loss import use_chunks
@@ -248,6 +359,8 @@ def trainer_state(
 
     options = ["--steps", "100", "--param-dtype", "bf16", "--compute-dtype", "bf16", "--device", device]
     options += ["--activation-checkpointing", setting["checkpointing"], "--loss", setting["loss"], "--lr", "1e-5"]
+    options += ["--global-batch-size", str(setting["sequences"] * setting.get("ranks", 1))]
+    options += ["--micro-batch-size", str(setting["sequences"])]
     options += ["--compile"] if setting["compile"] and device == "cuda" else []
     settings = cli.command.make_context("trainer", options).params
     config = TrainConfig(**{name: value for name, value in settings.items() if name != "more_data"})
@@ -257,9 +370,11 @@ def trainer_state(
     origin = Origin(folder, False, Provenance(tool_version="", source={}), ())
     ranks = _joined.enter_context(parallel.joined_ranks(device))
     position = DataPosition.begin(
-        [DataSource("random", 1 << 20)], seq_len=seq_len, seed=0, global_batch_size=setting["sequences"]
+        [DataSource("random", 1 << 20)], seq_len=seq_len, seed=0, global_batch_size=config.global_batch_size
     )
-    state = build_state(config, ranks, origin, position)
+    if "FSDP2" in setting.get("code", ""):
+        parallel.gains_nothing_from_sharding = lambda *_: False
+    state = build.build_state(config, ranks, origin, position)
     with torch.no_grad():
         for parameter in state.parameters().values():
             parameter.fill_(1.0) if parameter.ndim < 2 else parameter.normal_(0, 0.02)
@@ -269,26 +384,28 @@ def trainer_state(
 
     def step() -> float:
         inputs, labels = next(batches)
-        loss, _ = forward_backward(ranks, state, [MicroBatch((), inputs, labels)], labels.numel())
+        loss, _ = forward_backward(ranks, state, [MicroBatch((), inputs, labels)], labels.numel() * ranks.world_size)
         clip_gradients(state, config.grad_clip).item()
         before_update()
         state.optimizer.step()
         state.optimizer.zero_grad()
-        return loss.item()
+        return ranks.sum(loss)[0]
 
     return step, state
 
 
 def _batches(setting: dict[str, Any], seq_len: int) -> Iterator[tuple[Any, Any]]:
-    """Random tokens, the same for each row of a shape."""
+    """Random tokens, the same for each row of a shape and rank."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
     vocab_size = SHAPES[setting["shape"]]["vocab_size"]
     while True:
         tokens = torch.randint(vocab_size, (setting["sequences"], seq_len + 1), generator=generator)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
+
+CODES = {"trainer": trainer, "torchtitan": torchtitan, "tutorial": tutorial}
 
 if __name__ == "__main__":
     main()
