@@ -72,7 +72,11 @@ def _wait_for(ranks: list[Any], title: str, limit_seconds: float) -> None:
 def _run_rank(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+    backend = "gloo"
+    if os.environ.get("TEST_DEVICE") == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
     try:
         (folder / f"result-{rank}").write_bytes(pickle.dumps(function(rank, *args)))
     except BaseException:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ckptool import DataPosition, UsageError
@@ -44,7 +46,9 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     if config.compile:
         for block in blocks:
             block.compile()
-    parallel.shard(model, blocks, ranks, computed, config.cpu_offload)
+    num_micro_steps = math.ceil(config.global_batch_size / (config.micro_batch_size * ranks.num_data_ranks))
+    if not parallel.gains_nothing_from_sharding(model, ranks.world_size, computed, num_micro_steps, config.cpu_offload):
+        parallel.shard(model, blocks, ranks, computed, config.cpu_offload)
     materialize(model, ranks.device, ties, config.cpu_offload)
     if adapter:
         init_adapter(model, config.seed)

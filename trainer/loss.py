@@ -116,7 +116,7 @@ class _LinearLoss(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(logits_grad, weight, out=hidden_grad[tokens])
             if weight_grad is not None:
-                weight_grad += logits_grad.T @ hidden[tokens]
+                _add_product(weight_grad, logits_grad.T, hidden[tokens])
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -131,6 +131,14 @@ class _LinearLoss(torch.autograd.Function):
         if weight_grad is not None:
             weight_grad = (weight_grad * scale).to(ctx.weight_dtype)
         return hidden_grad, weight_grad, None, None, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add `left @ right` to `total`, which may be wider. On a GPU the product itself adds, and rounds nothing."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _widened(logits: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -157,9 +157,19 @@ def shard(
             module.set_gradient_divide_factor(1.0)
 
 
+def gains_nothing_from_sharding(
+    model: nn.Module, world_size: int, compute_dtype: torch.dtype, num_micro_steps: int, cpu_offload: bool
+) -> bool:
+    """True when FSDP2 would only copy: one rank, weights that are stored as they are computed with, and gradients that
+    no second micro-step adds to (which it does in fp32)."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return world_size == 1 and dtypes == {compute_dtype} and num_micro_steps == 1 and not cpu_offload
+
+
 def reduce_gradients(model: nn.Module, enabled: bool) -> None:
     """Say whether the next backward pass reduces the gradients over the ranks, or only accumulates them."""
-    cast(FSDPModule, model).set_requires_gradient_sync(enabled)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
 
 
 def _choose_device(option: str) -> torch.device:

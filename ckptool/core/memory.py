@@ -72,7 +72,8 @@ class TrainingSetup:
     """One rank's part of a step. `num_shards` ranks share the parameters; `num_micro_steps` are accumulated.
 
     The head and the loss are computed for at most `loss_chunk_elements` logits at a time, or for all at once (None).
-    Blocks that are `compiled` keep fewer activations.
+    Blocks that are `compiled` keep fewer activations. A rank that is `alone` does without FSDP2 where weights are
+    stored as they are computed with and nothing is accumulated.
     """
 
     seq_len: int
@@ -84,6 +85,12 @@ class TrainingSetup:
     compute_bytes: int = 2
     loss_chunk_elements: int | None = None
     compiled: bool = False
+    alone: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """False when FSDP2 would only copy (trainer/parallel.py)."""
+        return not (self.alone and self.parameter_bytes == self.compute_bytes and self.num_micro_steps == 1)
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +124,8 @@ def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> 
     Of a block that runs, a rank holds the whole weights, in the backward pass those of the next one too, the whole
     gradients, and the fp32 copy of the last block's that is being summed. The root's weights stay whole all the time.
     """
+    if not setup.is_sharded:
+        return _unsharded_memory(model, setup, checkpointing)
     compute, shards = setup.compute_bytes, setup.num_shards
     weights, gradients, optimizer = _states(model, setup)
     block, root = max(model.block_parameters, default=0), model.root_parameters
@@ -141,6 +150,23 @@ def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> 
     return Memory(weights, gradients, optimizer, kept + running, loss, buffers, moments[moment], moment)
 
 
+def _unsharded_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> Memory:
+    """The trainer's step on one rank without FSDP2: the weights are there once, and gradients as they are made."""
+    weights, gradients, optimizer = _states(model, setup)
+    kept, running = _activations(model, setup, checkpointing)
+    loss = _loss(model, setup)
+    states = weights + optimizer
+    of_head = model.head_parameters * setup.parameter_bytes
+    block = max(model.block_parameters, default=0) * setup.parameter_bytes
+    moments = {
+        "loss": states + kept + loss,
+        "last block's backward": states + of_head + block + kept + running,
+        "first block's backward": states + gradients + kept // max(1, model.num_blocks) + running,
+    }
+    moment = max(moments, key=lambda name: moments[name])
+    return Memory(weights, gradients, optimizer, kept + running, loss, 0, moments[moment], moment)
+
+
 def ddp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> Memory:
     """A step with DistributedDataParallel (gradients as views of its buckets) under autocast: every rank holds it all.
 
@@ -161,8 +187,10 @@ def ddp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> M
 
 
 def fewest_gpus(fits: Callable[[int], bool], step: int, limit: int = MAX_GPUS) -> int | None:
-    """The smallest multiple of `step` GPUs that `fits`, which more of them never makes worse; None beyond `limit`."""
+    """The smallest multiple of `step` GPUs that `fits`; None beyond `limit`. More than two never make it worse."""
     counts = range(step, limit + 1, step)
+    if counts and fits(counts[0]):
+        return counts[0]
     place = bisect.bisect_left(counts, True, key=fits)
     return counts[place] if place < len(counts) else None
 

@@ -112,7 +112,7 @@ def estimate(
     def memory(sharding: str, checkpointing: str, at: Ranks) -> Memory:
         units = -(-global_batch_size // at.num_data_ranks) if global_batch_size else micro_batch_size
         num_micro_steps = max(1, -(-units // micro_batch_size))
-        here = replace(setup, num_shards=at.num_shards, num_micro_steps=num_micro_steps)
+        here = replace(setup, num_shards=at.num_shards, num_micro_steps=num_micro_steps, alone=at.num_gpus == 1)
         return _SHARDINGS[sharding](model, here, checkpointing)
 
     ways = []

@@ -32,7 +32,7 @@ def copy_root(pristine: Path, target: Path) -> Path:
 def write_config(root: Path, **changes) -> Path:
     """A TOML file with the settings of `tiny_config`."""
     names = ["seq_len", "global_batch_size", "micro_batch_size", "lr", "warmup_steps", "log_samples", "device"]
-    names += ["async_save", "log_to"]
+    names += ["async_save", "log_to", "compute_dtype"]
     config = tiny_config(root, **changes)
     settings = {name: getattr(config, name) for name in [*names, "steps", "save_every", "schedule"]}
     settings |= {"init-from": "base", "data": [str(root / "text")], "root": str(root)}

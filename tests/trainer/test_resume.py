@@ -22,7 +22,7 @@ from trainer.metrics import Log
 from trainer.tiers import Uploads
 
 MEASURED = ("tokens_per_second", "step_seconds", "max_memory_bytes", "checkpoint_seconds", "checkpoint_stall_seconds")
-MEASURED += ("data_seconds", "forward_backward_seconds", "optimizer_seconds")
+MEASURED += ("data_seconds", "forward_backward_seconds", "optimizer_seconds", "mfu")
 
 
 def trained(lines):

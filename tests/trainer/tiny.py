@@ -1,6 +1,7 @@
 """A tiny Llama checkpoint, a byte-level tokenizer, a small corpus, and runs over them."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import ckptool
 from trainer.config import TrainConfig
 from trainer.train import train
+
+#: `cuda` runs the tests of the trainer on GPUs, those of several ranks through NCCL.
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 
 NUM_DOCUMENTS = 30
 SEQ_LEN = 16
@@ -92,7 +96,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "resume": "auto",
         "seed": 0,
         "accept_data_change": "",
-        "device": "cpu",
+        "device": DEVICE,
         "dp_replicate": 1,
         "tp": 1,
         "cpu_offload": False,
