@@ -26,6 +26,7 @@ from ckptool.storage.files import os_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._subclasses import FakeTensorMode
 
 _DESCRIPTOR = b"PK\x07\x08"
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of name and extra field
@@ -111,11 +112,10 @@ class TorchFileSink:
     def _lay_out(self) -> dict[str, _Slot]:
         """Write the archive with empty storages; return every tensor's place in it."""
         import torch
-        from torch._subclasses import FakeTensorMode
         from torch.serialization import skip_data
         from torch.utils import _pytree
 
-        with FakeTensorMode():
+        with _fake_tensors():
             tensors = {
                 fqn: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
                 for fqn, entry in self._manifest.tensors.items()
@@ -128,7 +128,7 @@ class TorchFileSink:
             # torch's own writer says what the disk refused only in words.
             raise StorageError(f"{self._path} can't be written: {str(error).splitlines()[0]}") from error
         # Loading the same structure without data tells where torch put each storage.
-        with FakeTensorMode():
+        with _fake_tensors():
             placed = torch.load(self._path, weights_only=True)
         names = {id(tensor): fqn for fqn, tensor in tensors.items()}
         slots: dict[str, _Slot] = {}
@@ -153,6 +153,17 @@ class TorchFileSink:
         for fqn in sorted(values, key=lambda name: order.get(name, len(order))):
             set_element(state, self._manifest.paths.get(fqn, (fqn,)), values[fqn])
         return state
+
+
+def _fake_tensors() -> FakeTensorMode:
+    """A mode in which tensors have no memory. They are the CPU's, so no device is asked for: torch 2.11 built for CUDA
+    dies of a segmentation fault when it asks on a machine without a GPU."""
+    from torch._subclasses import FakeTensorMode
+
+    class OfTheCpu(FakeTensorMode):
+        avoid_device_init = False
+
+    return OfTheCpu()
 
 
 def _fill(path: Path, slot: _Slot, tensor: Tensor) -> None:

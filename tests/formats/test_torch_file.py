@@ -63,6 +63,17 @@ def assert_same(a: Any, b: Any) -> None:
             assert x == y, path
 
 
+def test_no_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Built for CUDA, torch 2.11 dies of a segmentation fault in there when the machine has no GPU."""
+    dcp.save(make_state(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    asked: list[bool] = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: asked.append(True))
+    source = DcpSource(tmp_path / "ckpt")
+    stream(source, tmp_path / "all.pt")
+    source.close()
+    assert not asked
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_equal_to_the_reference_road(tmp_path: Path) -> None:
     dcp.save(make_state(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
