@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -210,14 +211,25 @@ def read_whole(source: Source, fqn: str, dtype: str) -> torch.Tensor:
 
 def _check_overflow(fqn: str, before: torch.Tensor, after: torch.Tensor) -> None:
     """Raise MismatchError when a cast made an infinity of a number."""
-    if after.dtype == before.dtype or not after.is_floating_point():
+    if (
+        after.dtype == before.dtype
+        or not (after.is_floating_point() and after.numel())
+        or _holds_all_of(after.dtype, before.dtype)
+    ):
         return
+    if after.itemsize > 1 and all(math.isfinite(extreme) for extreme in torch.aminmax(after)):
+        return  # which takes a fortieth of the time of counting
     num_lost = int(after.isinf().sum()) - int(before.isinf().sum())
     if num_lost:
         raise MismatchError(
             f"{fqn}: {num_lost} values are too large for {str(after.dtype).removeprefix('torch.')}",
             hint="--dtype bf16 has the range of fp32",
         )
+
+
+def _holds_all_of(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """True when no finite number of `narrow` is too large for `wide`."""
+    return narrow.is_floating_point and torch.finfo(wide).max >= torch.finfo(narrow).max
 
 
 def _check_made(targets: tuple[TensorEntry, ...], made: Mapping[str, torch.Tensor]) -> None:
