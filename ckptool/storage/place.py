@@ -9,9 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ckptool.core.interfaces import StoreRange
 from ckptool.errors import UnsupportedError
+from ckptool.storage.fetch_ahead import FetchAhead, take
 from ckptool.storage.files import Place, RangeReader, open_binary, os_errors, safe_join
 from ckptool.storage.hub_store import HubStore, parse_hub_url
+from ckptool.storage.scratch import scratch_folder
 from ckptool.storage.store import Store, is_url
 from ckptool.storage.store_path import StorePath
 
@@ -73,7 +76,7 @@ def fetched(folder: Place, names: Iterable[str]) -> Path:
     """A local folder with these files of `folder`: itself, or, of a store, copies that go when the program ends."""
     if isinstance(folder, Path):
         return folder
-    scratch = tempfile.TemporaryDirectory(prefix="ckptool-")
+    scratch = scratch_folder()
     _scratch_folders.append(scratch)
     top = Path(scratch.name, folder.name or "files")
     top.mkdir()
@@ -103,6 +106,8 @@ class StoreReader(RangeReader):
     def read_into(self, name: str, offset_bytes: int, out: memoryview) -> None:
         """Raises DamagedError when the file ends before, or has changed since the listing."""
         path = safe_join(self._top, name)
+        if take(path.store, path.key, offset_bytes, out) == len(out):
+            return
         if len(out) > _BLOCK_BYTES // 2:
             path.store.read_into(path.key, offset_bytes, out)
             return
@@ -114,6 +119,11 @@ class StoreReader(RangeReader):
             start, block = offset_bytes, bytes(buffer)
             self._block.kept = (path.key, start, block)
         out[:] = block[offset_bytes - start : offset_bytes - start + len(out)]
+
+    def ranges(self, name: str, offset_bytes: int, num_bytes: int) -> tuple[StoreRange, ...]:
+        found = self._top.store.files.get((self._top / name).key)
+        end = min(offset_bytes + num_bytes, found.num_bytes if found else 0)
+        return (StoreRange(self._top.store, (self._top / name).key, offset_bytes, end),) if offset_bytes < end else ()
 
     def close(self) -> None:
         """Nothing is held open."""

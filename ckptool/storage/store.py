@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import datetime
-import functools
 import os
 import random
 import re
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -31,15 +30,12 @@ from ckptool.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptool.storage.drivers import EXTRAS, PART_BYTES, driver_options, fetch_into, protocols, put_options
+from ckptool.storage.fetch_ahead import NUM_CONNECTIONS, connections, take
 from ckptool.storage.rate_limit import RateLimit
 
 Value = TypeVar("Value")
-
-#: Protocol -> the extra that installs its driver.
-EXTRAS = {
-    **{"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"},
-    **{"http": "http", "https": "http", "sftp": "sftp", "ssh": "sftp"},
-}
+GivenUp = Callable[[], bool]
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 _NUM_ATTEMPTS = 6
@@ -47,17 +43,9 @@ _FIRST_WAIT_SECONDS = 0.2
 _LONGEST_WAIT_SECONDS = 10.0
 _LONGEST_ASKED_WAIT_SECONDS = 600.0
 
-#: A server that sends nothing for so long is asked again.
-_SILENCE_SECONDS = 20.0
-
 #: Longer reads are cut into ranges of this size, which are fetched at the same time.
 RANGE_BYTES = 4 << 20
-_NUM_CONNECTIONS = 16
 
-#: Large files go to S3 in parts of this size, a few at a time, which are in memory while sent. It takes 10,000.
-_PART_BYTES = 16 << 20
-_NUM_PARTS = 4
-_MOST_PARTS = 9000
 _PIECE_BYTES = 1 << 20
 
 #: What tells one content of a file from another, by the names that drivers give it, the surest first.
@@ -89,9 +77,9 @@ class Store:
             raise UsageError(f"{redact_url(url)}: a signed URL names one file, and a checkpoint has several")
         self.url = url.rstrip("/") if urlsplit(url).path.strip("/") else url
         self.shown = redact_url(self.url)
-        self._fs, self._top = _open_filesystem(self.url, self.shown)
-        #: Elsewhere making a folder makes a bucket, of a mistyped name too.
-        self._has_folders = bool({"sftp", "ssh", "file"} & set(_protocols(self._fs)))
+        self._opened_by = os.getpid()
+        self._opened, self._top = _open_filesystem(self.url, self.shown)
+        self._is_sftp = "sftp" in protocols(self._fs)
         self._reads, self._writes = RateLimit(0), RateLimit(0)
         self._lock = threading.Lock()
         self._files: dict[str, StoredFile] | None = None
@@ -105,6 +93,15 @@ class Store:
     def __reduce__(self) -> tuple[type[Store], tuple[str]]:
         """Another process opens and lists it anew."""
         return type(self), (self.url,)
+
+    @property
+    def _fs(self) -> Any:
+        """The driver. A forked process opens one of its own: the threads and connections of drivers stay behind."""
+        if self._opened_by != os.getpid():
+            _left_behind.append(self._opened)
+            self._opened, _ = _open_filesystem(self.url, self.shown)
+            self._opened_by = os.getpid()
+        return self._opened
 
     @property
     def files(self) -> Mapping[str, StoredFile]:
@@ -150,17 +147,22 @@ class Store:
                 f"{offset_bytes + len(out) - known.num_bytes} bytes before the data it should hold"
             )
 
-        def fetch(start: int) -> None:
-            part = out[start : start + RANGE_BYTES]
-            part[:] = self._read(name, known, offset_bytes + start, len(part))
+        done = take(self, name, offset_bytes, out)
+        starts = range(done, len(out), RANGE_BYTES)
 
-        starts = range(0, len(out), RANGE_BYTES)
+        def fetch(start: int) -> None:
+            self._read_into(name, known, offset_bytes + start, out[start : start + RANGE_BYTES])
+
         if len(starts) < 2:
             for start in starts:
                 fetch(start)
         else:
-            for _ in _connections().map(fetch, starts):
+            for _ in connections().map(fetch, starts):
                 pass
+
+    def fetch(self, name: str, offset_bytes: int, out: memoryview, is_given_up: Callable[[], bool]) -> None:
+        """The same with one request, tried again as long as it is not given up."""
+        self._read_into(name, self.file(name), offset_bytes, out, is_given_up)
 
     def check_writable(self) -> None:
         """Raises UnsupportedError where it is known that nothing can be written."""
@@ -169,12 +171,12 @@ class Store:
         """Upload a local file under a name; what the store then says of it. Raises StorageError or AccessError."""
 
         def upload() -> StoredFile:
-            if self._has_folders:
-                self._fs.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
-            if self._writes.bytes_per_s:
+            if self._is_sftp:
+                self._fs.put_file(str(path), self._path(name), sent=self._writes.take)
+            elif self._writes.bytes_per_s:
                 self._put_slowly(name, path)
             else:
-                self._fs.put_file(str(path), self._path(name), **_put_options(self._fs, path))
+                self._fs.put_file(str(path), self._path(name), **put_options(self._fs, path))
             return self._look(name)
 
         stored = self._retried(name, upload)
@@ -196,7 +198,7 @@ class Store:
 
     def _put_slowly(self, name: str, path: Path) -> None:
         with path.open("rb") as source:
-            target = self._fs.open(self._path(name), "wb", block_size=_PART_BYTES)
+            target = self._fs.open(self._path(name), "wb", block_size=PART_BYTES)
             try:
                 while piece := source.read(_PIECE_BYTES):
                     self._writes.take(len(piece))
@@ -223,9 +225,15 @@ class Store:
         at_once = [name for name in names if name.removeprefix(f"{folder}/") in first]
         for name in at_once:
             self.remove(name)
-        with ThreadPoolExecutor(_NUM_CONNECTIONS, "remove") as workers:
+        with ThreadPoolExecutor(NUM_CONNECTIONS, "remove") as workers:
             for _ in workers.map(self.remove, (name for name in names if name not in at_once)):
                 pass
+        if self._is_sftp:
+            above = PurePosixPath(folder or ".").parents
+            parents = {str(parent) for name in names for parent in PurePosixPath(name).parents if parent not in above}
+            for parent in sorted(parents, reverse=True):
+                with contextlib.suppress(Exception):  # something else is in it
+                    self._fs.rmdir(self._path(parent))
 
     def refresh(self) -> Mapping[str, StoredFile]:
         """List anew."""
@@ -267,18 +275,19 @@ class Store:
         self._fs.invalidate_cache()
         return _stored_file(self._fs.info(self._path(name)))
 
-    def _read(self, name: str, known: StoredFile, offset_bytes: int, num_bytes: int) -> bytes:
-        def fetch() -> bytes:
-            self._reads.take(num_bytes)
-            data, is_checked = _fetch(self._fs, self._path(name), known.identity, offset_bytes, num_bytes)
-            if len(data) != num_bytes:
-                raise OSError(f"{len(data)} of {num_bytes} bytes came")
+    def _read_into(
+        self, name: str, known: StoredFile, offset_bytes: int, out: memoryview, is_given_up: GivenUp = lambda: False
+    ) -> None:
+        def fetch() -> None:
+            self._reads.take(len(out))
+            num_bytes, is_checked = fetch_into(self._fs, self._path(name), known.identity, offset_bytes, out)
+            if num_bytes != len(out):
+                raise OSError(f"{num_bytes} of {len(out)} bytes came")
             if not is_checked:
                 self._check_unchanged(name, known)
-            return data
 
         try:
-            return self._retried(name, fetch)
+            retried(fetch, self.show(name), is_given_up)
         except StorageError:
             self._check_unchanged(name, known)
             raise
@@ -292,10 +301,12 @@ class Store:
         return retried(attempt, self.show(name))
 
 
-def retried(attempt: Callable[[], Value], shown: str) -> Value:
+def retried(attempt: Callable[[], Value], shown: str, is_given_up: GivenUp = lambda: False) -> Value:
     """The result of `attempt`, tried again after growing waits, or as long as the server asks; its last error as one of
-    ours about `shown`."""
+    ours about `shown`, or CancelledError when nobody wants it any more."""
     for number in range(_NUM_ATTEMPTS):
+        if is_given_up():
+            raise CancelledError
         try:
             return attempt()
         except Exception as error:
@@ -324,9 +335,8 @@ def shown_name(name: str | os.PathLike[str]) -> str:
     return redact_url(text) if is_url(text) else text
 
 
-@functools.cache
-def _connections() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_NUM_CONNECTIONS, "range")
+#: Drivers that a process before this one opened. Ending them here would say goodbye on connections that are not ours.
+_left_behind: list[Any] = []
 
 
 def _open_filesystem(url: str, shown: str) -> tuple[Any, str]:
@@ -338,63 +348,17 @@ def _open_filesystem(url: str, shown: str) -> tuple[Any, str]:
             f"{shown}: {protocol}:// is not a kind of URL that is known", hint="s3, gs, az, hf, sftp, https"
         )
     try:
-        return fsspec.core.url_to_fs(url, **_driver_options(protocol))
+        if EXTRAS.get(protocol) == "sftp":
+            from ckptool.storage.sftp_files import open_sftp
+
+            return retried(lambda: open_sftp(url), shown)
+        return fsspec.core.url_to_fs(url, **driver_options(protocol))
     except ImportError as error:
         extra = EXTRAS.get(protocol)
         hint = f"pip install 'ckptool[{extra}]'" if extra else f"pip install fsspec[{protocol}]"
         raise UnsupportedError(f"{shown}: the driver for {protocol}:// is not installed", hint=hint) from error
     except Exception as error:
         raise _explain(error, shown) from None
-
-
-def _driver_options(protocol: str) -> dict[str, Any]:
-    """What drivers are told beyond what they find themselves; fsspec's own configuration goes before it."""
-    import fsspec
-
-    options: dict[str, Any] = {}
-    if EXTRAS.get(protocol) == "s3":
-        # Attempts are counted here; botocore's own five would multiply them, with waits of up to 20 s each.
-        options = {
-            "config_kwargs": {"max_pool_connections": 2 * _NUM_CONNECTIONS, "retries": {"total_max_attempts": 2}}
-        }
-    elif EXTRAS.get(protocol) == "http":
-        import aiohttp
-
-        # Not for a whole answer, which may take long, but for a server that says nothing.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_SECONDS, sock_read=_SILENCE_SECONDS)
-        options = {"client_kwargs": {"timeout": timeout}}
-    return {name: value for name, value in options.items() if name not in fsspec.config.conf.get(protocol, {})}
-
-
-def _protocols(filesystem: Any) -> tuple[str, ...]:
-    named = filesystem.protocol
-    return (named,) if isinstance(named, str) else tuple(named)
-
-
-def _put_options(filesystem: Any, path: Path) -> dict[str, int]:
-    """How a file is sent: s3fs would hold half a GB of it in memory."""
-    if "s3" not in _protocols(filesystem):
-        return {}
-    part_bytes = max(_PART_BYTES, -(-path.stat().st_size // _MOST_PARTS))
-    return {"chunksize": part_bytes, "max_concurrency": _NUM_PARTS}
-
-
-def _fetch(filesystem: Any, path: str, identity: str, start: int, num_bytes: int) -> tuple[bytes, bool]:
-    """Bytes of a file, and whether the server has compared its identity with the one given."""
-    protocols = _protocols(filesystem)
-    if not num_bytes:
-        return b"", False
-    if "s3" in protocols and identity.startswith('"'):
-        from fsspec.asyn import sync
-
-        bucket, key, _ = filesystem.split_path(path)
-        wanted = {"Range": f"bytes={start}-{start + num_bytes - 1}", "IfMatch": identity}
-        answer = filesystem.call_s3("get_object", Bucket=bucket, Key=key, **wanted, **filesystem.req_kw)
-        return sync(filesystem.loop, answer["Body"].read), True
-    if "http" in protocols and identity.startswith('"'):
-        headers = {"If-Match": identity}
-        return filesystem.cat_file(path, start=start, end=start + num_bytes, headers=headers), True
-    return filesystem.cat_file(path, start=start, end=start + num_bytes), False
 
 
 def _stored_file(info: Mapping[str, Any]) -> StoredFile:

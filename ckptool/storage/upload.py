@@ -8,7 +8,6 @@ before the marker, when they are noticed at all.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from ckptool.core.parts import FileRecord
 from ckptool.errors import StorageError, TargetExistsError
 from ckptool.storage.digest import digest_file
 from ckptool.storage.files import os_errors, read_json
+from ckptool.storage.scratch import scratch_folder
 from ckptool.storage.store import StoredFile
 from ckptool.storage.store_path import StorePath
 
@@ -40,7 +40,7 @@ class Upload:
         refuse_existing_in_store(target, overwrite, is_file)
         self.target = target
         self.is_file = is_file
-        self._scratch = tempfile.TemporaryDirectory(prefix="ckptool-")
+        self._scratch = scratch_folder()
         self.content = Path(self._scratch.name, target.name)
         self._sent: dict[str, StoredFile] = {}
 
