@@ -14,13 +14,14 @@ import torch
 
 from ckptool.core.box import Box
 from ckptool.core.budget import MemoryBudget
-from ckptool.core.interfaces import PartWriter, Progress, Sink, Source
+from ckptool.core.interfaces import PartWriter, Progress, Sink, Source, StoreRange
 from ckptool.core.parts import FileRecord, Part, PlanItem
 from ckptool.core.plan import BATCH_BYTES, PIECES_IN_FLIGHT, item_pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
 from ckptool.planner import group_bytes
 from ckptool.storage import buffers
+from ckptool.storage.fetch_ahead import FetchAhead
 
 _ALIGNMENT_BYTES = 64
 
@@ -92,17 +93,40 @@ def _run_part(
     try:
         for fqn in part.objects:
             writer.write_object(fqn, source.read_object(fqn))
-        for is_plain, items in itertools.groupby(part.items, key=lambda item: item.transform is None):
-            if is_plain:
-                _stream(items, source, writer, report, budget)
-            else:
+        with FetchAhead(_ranges(part, source)) as ahead:
+            num_read = 0
+            for is_plain, items in itertools.groupby(part.items, key=lambda item: item.transform is None):
+                if is_plain:
+                    num_read = _stream(items, source, writer, report, budget, ahead, num_read)
+                    continue
                 for item in items:
                     with budget.reserve(group_bytes(item, source.manifest)):
                         _convert(item, source, writer, report)
+                    num_read += 1
+                    ahead.passed(num_read - 1)
         return writer.close()
     except BaseException:
         writer.abandon()
         raise
+
+
+def _ranges(part: Part, source: Source) -> Iterator[Iterable[StoreRange]]:
+    """What each batch or group of a part, in the order in which they are read, wants of a store."""
+    first = next((item for item in part.items if item.write_bytes), None)
+    if first is None or not any(_whole_ranges(first, source)):
+        return  # local files: going through all pieces would be in vain
+    for is_plain, items in itertools.groupby(part.items, key=lambda item: item.transform is None):
+        if is_plain:
+            for batch in _batches(items, source):
+                yield [wanted for piece in batch for wanted in source.ranges(piece.source, piece.stored)]
+        else:
+            for item in items:
+                yield _whole_ranges(item, source)
+
+
+def _whole_ranges(item: PlanItem, source: Source) -> Iterator[StoreRange]:
+    for fqn in item.sources:
+        yield from source.ranges(fqn, Box.whole(source.manifest.tensors[fqn].shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +141,18 @@ class _Piece:
 
 
 def _stream(
-    items: Iterable[PlanItem], source: Source, writer: PartWriter, report: Progress | None, budget: MemoryBudget
-) -> None:
-    """Copy piece by piece; a thread reads the next pieces while this one writes."""
+    items: Iterable[PlanItem],
+    source: Source,
+    writer: PartWriter,
+    report: Progress | None,
+    budget: MemoryBudget,
+    ahead: FetchAhead,
+    num_read: int,
+) -> int:
+    """Copy piece by piece; a thread reads the next pieces while this one writes.
+
+    `num_read` reads of the part are done; returns how many are after this.
+    """
     ring = [(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)]
     pending: collections.deque[tuple[list[_Piece], Future[list[memoryview]]]] = collections.deque()
 
@@ -131,10 +164,16 @@ def _stream(
             if report:
                 report(len(data))
 
+    def read(number: int, batch: list[_Piece], reading: _Buffer, casting: _Buffer) -> list[memoryview]:
+        data = _read_batch(source, batch, reading, casting)
+        ahead.passed(number)
+        return data
+
     with ThreadPoolExecutor(1, "read") as reader:
         try:
             for batch, pair in zip(_batches(items, source), itertools.cycle(ring), strict=False):
-                pending.append((batch, reader.submit(_read_batch, source, batch, *pair)))
+                pending.append((batch, reader.submit(read, num_read, batch, *pair)))
+                num_read += 1
                 if len(pending) == PIECES_IN_FLIGHT:
                     write_oldest()
             while pending:
@@ -144,6 +183,7 @@ def _stream(
                 filled.cancel()
     for buffer in itertools.chain.from_iterable(ring):
         buffer.give_back()
+    return num_read
 
 
 def _batches(items: Iterable[PlanItem], source: Source) -> Iterator[list[_Piece]]:

@@ -8,6 +8,7 @@ import torch
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.interfaces import StoreRange
 from ckptool.core.parts import FileRecord, Part
 from ckptool.core.tensors import Chunk, TensorEntry
 
@@ -63,6 +64,9 @@ class MemorySource:
         piece = self._tensors[fqn][_slices(box)].contiguous().view(-1)
         if piece.numel():
             torch.frombuffer(out, dtype=torch.uint8).copy_(piece.view(torch.uint8))
+
+    def ranges(self, fqn: str, box: Box) -> tuple[StoreRange, ...]:
+        return ()
 
     def read_object(self, fqn: str) -> bytes:
         raise AssertionError(f"no objects expected, got {fqn}")

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.parts import FileRecord, Part
+
+
+class RangeStore(Protocol):
+    """Where files lie that are read over a network."""
+
+    def fetch(self, name: str, offset_bytes: int, out: memoryview, is_given_up: Callable[[], bool]) -> None:
+        """Fill `out` with one request, tried again until it is given up."""
+        ...
+
+
+class StoreRange(NamedTuple):
+    """The bytes from `start` to before `end` of a file in a store."""
+
+    store: RangeStore
+    name: str
+    start: int
+    end: int
 
 
 class Source(Protocol):
@@ -24,6 +41,13 @@ class Source(Protocol):
 
     def read_object(self, fqn: str) -> bytes:
         """The stored `torch.save` blob of an object entry."""
+        ...
+
+    def ranges(self, fqn: str, box: Box) -> Iterable[StoreRange]:
+        """What `read_into` will read of files in a store, as far as that is known; of local files nothing.
+
+        Only for reading ahead: raises nothing that `read_into` would not.
+        """
         ...
 
     def close(self) -> None: ...

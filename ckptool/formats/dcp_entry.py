@@ -25,7 +25,7 @@ from ckptool.storage.files import RangeReader
 from ckptool.storage.safe_pickle import FrozenType
 
 _MAX_READ_BYTES = 16 << 10  # far more than the description of one tensor takes
-_TAIL_BYTES = 2048
+TAIL_BYTES = 2048
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _RECORD_BYTES = 46  # of the zip's directory, without the name, extra field and comment whose lengths it holds
 _RECORD_LENGTHS = struct.Struct("<28xHHH12x")
@@ -114,7 +114,7 @@ def _keep_sample(archive: zipfile.ZipFile, window: _Window, locator: Locator, st
     """Remember an archive by which others can be recognised. Raises what an unusual one makes zipfile raise."""
     start = stored.payload_offset - locator.offset
     end = start + stored.payload_bytes
-    if start > _MAX_READ_BYTES or locator.length - end > _TAIL_BYTES or not stored.payload_bytes:
+    if start > _MAX_READ_BYTES or locator.length - end > TAIL_BYTES or not stored.payload_bytes:
         return
     free: list[slice] = []
     crc32 = None
@@ -309,7 +309,7 @@ class _Window(io.RawIOBase):
         self._reader = reader
         self._locator = locator
         self._position = 0
-        self._tail_start = max(0, locator.length - _TAIL_BYTES)
+        self._tail_start = max(0, locator.length - TAIL_BYTES)
         self._tail = self._fetch(self._tail_start, locator.length)
 
     def readable(self) -> bool:

@@ -9,14 +9,16 @@ import re
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import Chunk, Locator, TensorEntry
 from ckptool.core.text import gist
 from ckptool.errors import DamagedError, UnsafeError
-from ckptool.formats.dcp_entry import StoredTensor, read_entry
+from ckptool.formats.dcp_entry import TAIL_BYTES, StoredTensor, read_entry
 from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.storage import safe_pickle
 from ckptool.storage.crc import PiecewiseCrc32
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
 
 _MAX_ENTRIES = 4096
 _PIECE_BYTES = 16 << 20
+
+#: What torch.save puts before a payload, generously.
+_HEAD_BYTES = 4 << 10
 
 
 class DcpSource:
@@ -42,6 +47,7 @@ class DcpSource:
         self._entries: OrderedDict[Locator, StoredTensor] = OrderedDict()
         self._strided: tuple[Locator, bytearray] | None = None
         self._checksums: dict[Locator, PiecewiseCrc32] = {}
+        self._described: set[Locator] = set()
 
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         """Fill `out` (`box.num_elements * itemsize` bytes) with the box's elements in C order.
@@ -65,6 +71,33 @@ class DcpSource:
         if locator is None:
             raise DamagedError(f"{self.manifest.location}: {fqn} is not stored")
         return self.reader.read(locator.file, locator.offset, locator.length)
+
+    def ranges(self, fqn: str, box: Box) -> Iterator[StoreRange]:
+        entry = self.manifest.tensors[fqn]
+        for chunk in entry.chunks:
+            common = chunk.box.intersect(box)
+            if common is not None:
+                yield from self.chunk_ranges(fqn, chunk, common)
+
+    def chunk_ranges(self, fqn: str, chunk: Chunk, box: Box) -> Iterator[StoreRange]:
+        """The same for a box that lies in one stored chunk: its rows, and of a chunk begun with its description."""
+        locator, itemsize = chunk.locator, self.manifest.tensors[fqn].itemsize_bytes
+        if locator is None:
+            return
+        num_elements, start = chunk.box.num_elements, 0
+        if box != chunk.box:
+            part = box.local_to(chunk.box)
+            rows = part if part.is_contiguous_in(chunk.box.sizes) else _whole_rows(part, chunk.box.sizes)
+            num_elements, start = rows.num_elements, rows.flat_start(chunk.box.sizes) * itemsize
+            if locator not in self._entries and locator not in self._described:
+                self._described.add(locator)
+                tail = max(0, locator.length - TAIL_BYTES)
+                yield from self.reader.ranges(locator.file, locator.offset + tail, locator.length - tail)
+                if start:
+                    yield from self.reader.ranges(locator.file, locator.offset, _HEAD_BYTES)
+        # Where in the archive the payload begins is not known before the description was read.
+        end = min(locator.length, start + num_elements * itemsize + _HEAD_BYTES)
+        yield from self.reader.ranges(locator.file, locator.offset + start, end - start)
 
     def load_object(self, fqn: str) -> Any:
         """The value of an object entry. Raises UnsafeError when it is more than plain data."""
@@ -156,6 +189,11 @@ class DcpSource:
                 "have changed since they were written (checksum mismatch)",
                 hint="restore the file from another copy, or use another checkpoint",
             )
+
+
+def _whole_rows(box: Box, shape: tuple[int, ...]) -> Box:
+    """The rows of which a box has a part."""
+    return Box((box.offsets[0], *(0 for _ in shape[1:])), (box.sizes[0], *shape[1:]))
 
 
 def load_blob(blob: bytes, name: str) -> Any:

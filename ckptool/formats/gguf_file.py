@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import Chunk, TensorEntry, is_possible_shape
 from ckptool.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 from ckptool.storage.files import open_regular, os_errors
@@ -70,6 +71,9 @@ class GgufSource:
             made[first - box.offsets[0] : end - box.offsets[0]] = gguf.dequantize(
                 tensor.data[first:end], tensor.tensor_type
             )
+
+    def ranges(self, fqn: str, box: Box) -> tuple[StoreRange, ...]:
+        return ()
 
     def read_object(self, fqn: str) -> bytes:
         raise NotFoundError(f"{self.manifest.location}: a GGUF file holds no objects, so not {fqn}")

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, MismatchError, NotFoundError, UnsupportedError, name_some
 from ckptool.formats.hf_consumed import CONSUMED_SUFFIX, is_consumed, original_name
 from ckptool.formats.safetensors_file import read_header
 from ckptool.formats.torch_weights import TorchWeights
+from ckptool.storage.fetch_ahead import FetchAhead
 from ckptool.storage.files import Place, os_errors, read_json, safe_join
 from ckptool.storage.place import fetched, files_below, range_reader
 from ckptool.storage.store_path import StorePath
@@ -27,6 +29,9 @@ TORCH_SINGLE_NAME = "pytorch_model.bin"
 
 #: Tensors of the source that the model has no use for, kept in a checkpoint's `hf/` for its exports.
 EXTRA_NAME = "ckptool-extra.safetensors"
+
+#: Of most files of weights this has the whole description.
+_HEADER_BYTES = 128 << 10
 
 #: Endings of files that `torch.save` wrote.
 TORCH_SUFFIXES = (".bin", ".pth", ".pt", ".ckpt")
@@ -113,6 +118,16 @@ class HfSource:
         start = locator.offset + box.flat_start(entry.shape) * entry.itemsize_bytes
         self._reader.read_into(locator.file, start, out)
 
+    def ranges(self, fqn: str, box: Box) -> tuple[StoreRange, ...]:
+        entry = self.manifest.tensors[fqn]
+        locator = entry.chunks[0].locator
+        if locator is None or not box.is_contiguous_in(entry.shape):
+            return ()
+        if locator.file in self._torch_files:
+            return self._torch_files[locator.file].ranges(fqn, box)
+        start = locator.offset + box.flat_start(entry.shape) * entry.itemsize_bytes
+        return self._reader.ranges(locator.file, start, box.num_elements * entry.itemsize_bytes)
+
     def read_object(self, fqn: str) -> bytes:
         raise NotFoundError(f"{self.folder}: files of weights hold no objects, so not {fqn}")
 
@@ -162,14 +177,16 @@ class HfSource:
 
     def _read_tensors(self, files: Sequence[str]) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
-        for file in files:
-            for name, entry in self._read_file(file).items():
-                if self.index and self.index.get(name) != original_name(file):
-                    self.notes.append(f"ignored, not in the index: {name} of {file}")
-                    continue
-                if name in tensors:
-                    raise DamagedError(f"{self.folder}: tensor {name} is in more than one file")
-                tensors[name] = entry
+        with FetchAhead(self._reader.ranges(file, 0, _HEADER_BYTES) for file in files) as ahead:
+            for number, file in enumerate(files):
+                for name, entry in self._read_file(file).items():
+                    if self.index and self.index.get(name) != original_name(file):
+                        self.notes.append(f"ignored, not in the index: {name} of {file}")
+                        continue
+                    if name in tensors:
+                        raise DamagedError(f"{self.folder}: tensor {name} is in more than one file")
+                    tensors[name] = entry
+                ahead.passed(number)
         if absent := set(self.index) - set(tensors):
             raise DamagedError(f"{self.folder}: the index names tensors that their files lack: {name_some(absent)}")
         return tensors

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError, NotFoundError, name_some
 from ckptool.formats.torch_weights import TorchWeights
@@ -74,6 +75,10 @@ class MetaSource:
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         weights, name = self._places[fqn]
         weights.read_into(name, box, out)
+
+    def ranges(self, fqn: str, box: Box) -> tuple[StoreRange, ...]:
+        weights, name = self._places[fqn]
+        return weights.ranges(name, box)
 
     def read_object(self, fqn: str) -> bytes:
         raise NotFoundError(f"{self.folder}: files of weights hold no objects, so not {fqn}")

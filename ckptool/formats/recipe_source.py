@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
-from ckptool.core.interfaces import Source
+from ckptool.core.interfaces import Source, StoreRange
 from ckptool.core.recipes import Found
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import DamagedError, MismatchError
@@ -47,6 +48,9 @@ class RecipeSource:
         recipe.fill(self._read, box, made)
         if entry.dtype == "float16" and bool(made.isinf().any()):
             raise MismatchError(f"{fqn}: values are too large for float16", hint="--dtype bf16 has the range of fp32")
+
+    def ranges(self, fqn: str, box: Box) -> Iterable[StoreRange]:
+        return () if fqn in self._recipes else self._source.ranges(fqn, box)
 
     def read_object(self, fqn: str) -> bytes:
         return self._source.read_object(fqn)

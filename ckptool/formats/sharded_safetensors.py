@@ -8,10 +8,12 @@ torch's HuggingFaceStorageWriter writes it with save_distributed=True, as NeMo A
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import Chunk, Locator, TensorEntry
 from ckptool.errors import DamagedError, NotFoundError
 from ckptool.formats.safetensors_file import read_header
@@ -76,6 +78,18 @@ class ShardedSafetensors:
                 self._reader.read_into(chunk.locator.file, start, memoryview(buffer))
                 rows = np.frombuffer(buffer, dtype=np.uint8).reshape(piece.sizes[0], *chunk.box.sizes[1:], itemsize)
                 target[_slices(there)] = rows[(slice(None), *_slices(piece)[1:])]
+
+    def ranges(self, fqn: str, box: Box) -> Iterator[StoreRange]:
+        entry = self.manifest.tensors[fqn]
+        for chunk in entry.chunks:
+            common = box.intersect(chunk.box)
+            if common is None or chunk.locator is None:
+                continue
+            row_bytes = Box.whole(chunk.box.sizes[1:]).num_elements * entry.itemsize_bytes
+            first, num_rows = (common.local_to(chunk.box).offsets[0], common.sizes[0]) if box.sizes else (0, 1)
+            yield from self._reader.ranges(
+                chunk.locator.file, chunk.locator.offset + first * row_bytes, num_rows * row_bytes
+            )
 
     def read_object(self, fqn: str) -> bytes:
         raise NotFoundError(f"{self.manifest.location}: safetensors files hold no objects, so not {fqn}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from ckptool.core.box import Box
 from ckptool.core.dtypes import ITEMSIZE_BYTES
+from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import Chunk, Locator, TensorEntry, is_possible_shape
 from ckptool.errors import DamagedError, UnsupportedError
 from ckptool.formats.dcp_entry import _GLOBALS, StoredTensor, _check_extent, _check_pickled, _Pickled, _Storage
@@ -106,6 +107,15 @@ class TorchWeights:
         start = (stored.storage_offset + box.flat_start(stored.shape)) * itemsize
         self._reader.read_into(self._file, stored.payload_offset + start, out)
         self._check(name, stored, start, out)
+
+    def ranges(self, name: str, box: Box) -> tuple[StoreRange, ...]:
+        """What `read_into` will read of a store."""
+        stored = self._stored[name]
+        if not stored.is_contiguous:
+            return ()
+        itemsize = ITEMSIZE_BYTES[stored.dtype]
+        start = (stored.storage_offset + box.flat_start(stored.shape)) * itemsize
+        return self._reader.ranges(self._file, stored.payload_offset + start, box.num_elements * itemsize)
 
     def _copy_strided(self, name: str, stored: StoredTensor, box: Box, out: memoryview) -> None:
         """A tensor stored transposed is read whole, and kept for the next box."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
-from ckptool.core.interfaces import Source
+from ckptool.core.interfaces import Source, StoreRange
 from ckptool.core.rank_files import band
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ class BandSource:
         *sides, (start, end) = zip(part.offsets, part.ends, strict=True)
         columns = slice(start * entry.itemsize_bytes, end * entry.itemsize_bytes)
         target[...] = rows[(*(slice(a, b) for a, b in sides), columns)]
+
+    def ranges(self, fqn: str, box: Box) -> Iterable[StoreRange]:
+        return self._source.ranges(fqn, band(box, self.manifest.tensors[fqn].shape))
 
     def read_object(self, fqn: str) -> bytes:
         return self._source.read_object(fqn)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from ckptool.core.box import Box
-from ckptool.core.interfaces import Source
+from ckptool.core.interfaces import Source, StoreRange
 from ckptool.errors import MismatchError, NotFoundError, UsageError, name_some
 from ckptool.formats.adapter_config import CONFIG_NAME, WEIGHTS_NAME, AdapterConfig
 from ckptool.formats.hf_config import CONFIG_NAME as MODEL_CONFIG_NAME
@@ -33,6 +34,10 @@ class JoinedSource:
     def read_into(self, fqn: str, box: Box, out: memoryview) -> None:
         of = self._second if fqn in self._second.manifest.tensors else self._first
         of.read_into(fqn, box, out)
+
+    def ranges(self, fqn: str, box: Box) -> Iterable[StoreRange]:
+        of = self._second if fqn in self._second.manifest.tensors else self._first
+        return of.ranges(fqn, box)
 
     def read_object(self, fqn: str) -> bytes:
         return self._first.read_object(fqn)

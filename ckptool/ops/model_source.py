@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections.abc import Iterable
 from pathlib import Path
 
 from ckptool.core.box import Box
+from ckptool.core.interfaces import StoreRange
 from ckptool.errors import DamagedError, NotFoundError, name_some
 from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.formats.hf_config import CONFIG_NAME
@@ -73,6 +75,12 @@ class ModelSource:
             self._extra.read_into(name, box, out)
         else:
             self._dcp.read_into(self.stored[fqn], box, out)
+
+    def ranges(self, fqn: str, box: Box) -> Iterable[StoreRange]:
+        name = fqn.removeprefix(MODEL_PREFIX)
+        if self._extra is not None and name in self.extra:
+            return self._extra.ranges(name, box)
+        return self._dcp.ranges(self.stored[fqn], box)
 
     def read_object(self, fqn: str) -> bytes:
         return self._dcp.read_object(fqn)

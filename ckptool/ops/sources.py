@@ -9,7 +9,7 @@ from typing import Any
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.cuts import stream_tensor
-from ckptool.core.interfaces import Source
+from ckptool.core.interfaces import Source, StoreRange
 from ckptool.core.moves import Moves
 from ckptool.core.parts import PlanItem
 from ckptool.core.tensors import TensorEntry
@@ -31,7 +31,7 @@ from ckptool.storage.place import place
 _PIECE_BYTES = 32 << 20
 
 
-def open_any(name: str, root: Place | None = None, *, model_only: bool = False) -> Source:
+def open_any(name: str | Place, root: Place | None = None, *, model_only: bool = False) -> Source:
     """Open a checkpoint by path or name, or a Hugging Face folder or safetensors file, so that they can be compared.
 
     A Hugging Face folder serves its tensors under `model.<live parameter name>`; with `model_only` so does a checkpoint
@@ -48,13 +48,13 @@ def open_any(name: str, root: Place | None = None, *, model_only: bool = False) 
     return _open_model(path) if model_only else DcpSource(path)
 
 
-def compare_models_only(names: Iterable[str], root: Place | None = None) -> bool:
+def compare_models_only(names: Iterable[str | Place], root: Place | None = None) -> bool:
     """True when not all of these are checkpoints with the same kind of names: their models alone can be compared."""
     kinds = {_kind(name, root) for name in names}
     return "hub" in kinds or len(kinds) > 1
 
 
-def _kind(name: str, root: Place | None) -> str:
+def _kind(name: str | Place, root: Place | None) -> str:
     if find_hf(name, root) is not None:
         return "hub"
     try:
@@ -93,7 +93,7 @@ def _open_model(path: Place) -> Source:
     return LiveSource(str(path), source, names, (*source.notes, *folder.notes), source_prefix=MODEL_PREFIX)
 
 
-def find_hf(name: str, root: Place | None = None) -> Place | None:
+def find_hf(name: str | Place, root: Place | None = None) -> Place | None:
     """The Hugging Face folder or safetensors file that `name` means, as a path or below the root; else None."""
     for path in possible_places(name, root):
         if path.is_file() and path.suffix == ".safetensors":
@@ -149,6 +149,15 @@ class LiveSource:
         part = tensor[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))].contiguous()
         if part.numel():
             torch.frombuffer(out, dtype=torch.uint8).copy_(part.view(-1).view(torch.uint8))
+
+    def ranges(self, fqn: str, box: Box) -> Iterable[StoreRange]:
+        item = self._items[fqn]
+        if item.transform is not None:
+            return ()
+        if item.moves is None:
+            return self._inner.ranges(item.sources[0], box)
+        parts = item.moves.pieces(box, lambda part: [part])
+        return (wanted for _, source, part in parts for wanted in self._inner.ranges(source, part))
 
     def read_object(self, fqn: str) -> bytes:
         return self._inner.read_object(fqn)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from ckptool.core.interfaces import StoreRange
 from ckptool.errors import AccessError, CkptoolError, DamagedError, NotFoundError, StorageError, UnsafeError
 from ckptool.storage.store_path import StorePath
 
@@ -108,6 +109,10 @@ class RangeReader:
         out = bytearray(num_bytes)
         self.read_into(name, offset_bytes, memoryview(out))
         return bytes(out)
+
+    def ranges(self, name: str, offset_bytes: int, num_bytes: int) -> tuple[StoreRange, ...]:
+        """What a read of so many bytes will have to ask a store for; nothing, of a local folder."""
+        return ()
 
     def close(self) -> None:
         """No thread may be reading any more."""

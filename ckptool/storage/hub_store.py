@@ -15,7 +15,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 from ckptool.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 from ckptool.storage.hub_calls import asked, final_error, hub_calls
-from ckptool.storage.store import Store, StoredFile
+from ckptool.storage.store import GivenUp, Store, StoredFile, retried
 
 _URL = re.compile(
     r"hf://(?:(?P<kind>datasets|spaces)/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>refs/(?:pr|convert)/[^/]+|[^/]+))?"
@@ -113,22 +113,21 @@ class HubStore(Store):
     def _look(self, name: str) -> StoredFile:
         return self.file(name)  # a commit doesn't change
 
-    def _read(self, name: str, known: StoredFile, offset_bytes: int, num_bytes: int) -> bytes:
-        if not num_bytes:
-            return b""
-
-        def fetch() -> bytes:
+    def _read_into(
+        self, name: str, known: StoredFile, offset_bytes: int, out: memoryview, is_given_up: GivenUp = lambda: False
+    ) -> None:
+        def fetch() -> None:
             try:
-                data = self._fetch(name, known, offset_bytes, num_bytes)
+                num_bytes = self._fetch_into(name, known, offset_bytes, out)
             except Exception as error:
                 if final := self._final(error, name):
                     raise final from None
                 raise
-            if len(data) != num_bytes:
-                raise OSError(f"{len(data)} of {num_bytes} bytes came")
-            return data
+            if num_bytes != len(out):
+                raise OSError(f"{num_bytes} of {len(out)} bytes came")
 
-        return self._retried(name, fetch)
+        if out:
+            retried(fetch, self.show(name), is_given_up)
 
     def _final(self, error: Exception, name: str) -> Exception | None:
         from huggingface_hub import errors
@@ -137,17 +136,18 @@ class HubStore(Store):
             return DamagedError(f"{self.show(name)} is no longer there at commit {self.commit}", hint="start again")
         return final_error(error, self.hub.repo, self.hub.revision)
 
-    def _fetch(self, name: str, known: StoredFile, start: int, num_bytes: int) -> bytes:
-        """The bytes, from where the Hub sends us. Raises DamagedError when what comes is not of the file we know."""
-        wanted = {"Range": f"bytes={start}-{start + num_bytes - 1}", "Accept-Encoding": "identity"}
-        if name in self._links:
-            link, etag = self._links[name]
+    def _fetch_into(self, name: str, known: StoredFile, start: int, out: memoryview) -> int:
+        """The bytes, from where the Hub sends us; how many came. Raises DamagedError when they are not of the file we
+        know."""
+        wanted = {"Range": f"bytes={start}-{start + len(out) - 1}", "Accept-Encoding": "identity"}
+        if found := self._links.get(name):
+            link, etag = found
             answer = _get(link, wanted)
             if answer.status_code == 206 and answer.headers.get("ETag") == etag:
-                return self._content(name, known, answer, start, num_bytes)
+                return self._content_into(name, known, answer, start, out)
             answer.close()
             self._links.pop(name, None)  # it has run out
-        return self._content(name, known, self._follow(name, known, wanted), start, num_bytes)
+        return self._content_into(name, known, self._follow(name, known, wanted), start, out)
 
     def _follow(self, name: str, known: StoredFile, wanted: Mapping[str, str]) -> Any:
         from huggingface_hub import constants, hf_hub_url
@@ -187,20 +187,26 @@ class HubStore(Store):
             answer.close()
             raise self._changed(name)
 
-    def _content(self, name: str, known: StoredFile, answer: Any, start: int, num_bytes: int) -> bytes:
+    def _content_into(self, name: str, known: StoredFile, answer: Any, start: int, out: memoryview) -> int:
+        num_bytes = 0
         try:
             if answer.status_code == 206:
                 size = answer.headers.get("Content-Range", "").rpartition("/")[2]
                 if size not in ("*", str(known.num_bytes)):
                     raise self._changed(name)
-                return bytes(answer.read())
+                for piece in answer.iter_bytes():
+                    if num_bytes + len(piece) <= len(out):
+                        out[num_bytes : num_bytes + len(piece)] = piece
+                    num_bytes += len(piece)
+                return num_bytes
             # The Hub may answer for a small text file with all of it.
             if known.num_bytes > _LONGEST_WHOLE_BYTES:
                 raise UnsupportedError(f"{self.show(name)}: the server does not answer with the range asked for")
             whole = bytes(answer.read())
             if len(whole) != known.num_bytes:
                 raise OSError(f"{len(whole)} of {known.num_bytes} bytes came")
-            return whole[start : start + num_bytes]
+            out[:] = whole[start : start + len(out)]
+            return len(out)
         finally:
             answer.close()
 

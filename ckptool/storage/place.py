@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptool.core.interfaces import StoreRange
 from ckptool.errors import UnsupportedError
-from ckptool.storage.fetch_ahead import FetchAhead, take
+from ckptool.storage.fetch_ahead import RANGE_BYTES, FetchAhead, take
 from ckptool.storage.files import Place, RangeReader, open_binary, os_errors, safe_join
 from ckptool.storage.hub_store import HubStore, parse_hub_url
 from ckptool.storage.scratch import scratch_folder
@@ -80,14 +80,16 @@ def fetched(folder: Place, names: Iterable[str]) -> Path:
     _scratch_folders.append(scratch)
     top = Path(scratch.name, folder.name or "files")
     top.mkdir()
-    for name in names:
-        target = safe_join(top, name)
-        with os_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            source = folder / name
-            with open_binary(source, in_order=True) as stream, target.open("wb") as file:
-                while piece := stream.read(_COPY_BYTES):
-                    file.write(piece)
+    names, reader = list(names), StoreReader(folder)
+    with FetchAhead(reader.ranges(name, 0, RANGE_BYTES) for name in names) as ahead:
+        for number, name in enumerate(names):
+            target = safe_join(top, name)
+            with os_errors(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with open_binary(folder / name, in_order=True) as stream, target.open("wb") as file:
+                    while piece := stream.read(_COPY_BYTES):
+                        file.write(piece)
+            ahead.passed(number)
     return top
 
 

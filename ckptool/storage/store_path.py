@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from ckptool.core.interfaces import StoreRange
+from ckptool.storage.fetch_ahead import RANGE_BYTES, FetchAhead, slices
 from ckptool.storage.store import Store
 
-_LONG_BYTES = 16 << 20
-_SHORT_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,12 @@ class StorePath:
         return FileStat(found.num_bytes, found.modified or 0.0)
 
     def open_binary(self, in_order: bool) -> io.BufferedReader:
-        """The file to read, fetched in long ranges when it is read in order. Raises NotFoundError."""
-        buffer_bytes = _LONG_BYTES if in_order else _SHORT_BYTES
-        return io.BufferedReader(_StoreStream(self.store, self.key), buffer_bytes)
+        """The file to read; of one that is read in order, more is fetched meanwhile. Raises NotFoundError."""
+        num_bytes = self.store.file(self.key).num_bytes
+        if not in_order or num_bytes <= RANGE_BYTES:
+            buffer_bytes = min(max(1, num_bytes), RANGE_BYTES) if in_order else _BUFFER_BYTES
+            return io.BufferedReader(_StoreStream(self.store, self.key), buffer_bytes)
+        return io.BufferedReader(_StreamAhead(self.store, self.key), _BUFFER_BYTES)
 
     def names_below(self) -> Iterator[str]:
         """The names of all files below, relative to here."""
@@ -165,3 +169,21 @@ class _StoreStream(io.RawIOBase):
         self._store.read_into(self._key, self._position, memoryview(buffer).cast("B")[:count])
         self._position += count
         return count
+
+
+class _StreamAhead(_StoreStream):
+    """The same, for who reads from front to back."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        super().__init__(store, key)
+        self._ahead = FetchAhead(slices([StoreRange(store, key, 0, self._num_bytes)]))
+        self._ahead.start()
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        self._ahead.passed(self._position // RANGE_BYTES - 1)
+        return count
+
+    def close(self) -> None:
+        self._ahead.close()
+        super().close()

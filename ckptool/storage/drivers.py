@@ -1,0 +1,84 @@
+"""What the drivers of stores are told, and how a range is fetched through each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ckptool.storage.fetch_ahead import NUM_CONNECTIONS
+
+#: Protocol -> the extra that installs its driver.
+EXTRAS = {
+    **{"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"},
+    **{"http": "http", "https": "http", "sftp": "sftp", "ssh": "sftp"},
+}
+
+#: A server that sends nothing for so long is asked again.
+_SILENCE_SECONDS = 20.0
+
+#: Large files go to S3 in parts of this size, a few at a time, which are in memory while sent. It takes 10,000.
+PART_BYTES = 16 << 20
+_NUM_PARTS = 4
+_MOST_PARTS = 9000
+
+#: How much of an answer is taken from the driver at a time; in one piece it would be in memory twice.
+_PIECE_BYTES = 1 << 20
+
+
+def driver_options(protocol: str) -> dict[str, Any]:
+    """What drivers are told beyond what they find themselves; fsspec's own configuration goes before it."""
+    import fsspec
+
+    options: dict[str, Any] = {}
+    if EXTRAS.get(protocol) == "s3":
+        # Attempts are counted here; botocore's own five would multiply them, with waits of up to 20 s each.
+        options = {"config_kwargs": {"max_pool_connections": 2 * NUM_CONNECTIONS, "retries": {"total_max_attempts": 2}}}
+    elif EXTRAS.get(protocol) == "http":
+        import aiohttp
+
+        # Not for a whole answer, which may take long, but for a server that says nothing.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_SECONDS, sock_read=_SILENCE_SECONDS)
+        options = {"client_kwargs": {"timeout": timeout}}
+    return {name: value for name, value in options.items() if name not in fsspec.config.conf.get(protocol, {})}
+
+
+def protocols(filesystem: Any) -> tuple[str, ...]:
+    named = filesystem.protocol
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+def put_options(filesystem: Any, path: Path) -> dict[str, int]:
+    """How a file is sent: s3fs would hold half a GB of it in memory."""
+    if "s3" not in protocols(filesystem):
+        return {}
+    part_bytes = max(PART_BYTES, -(-path.stat().st_size // _MOST_PARTS))
+    return {"chunksize": part_bytes, "max_concurrency": _NUM_PARTS}
+
+
+def fetch_into(filesystem: Any, path: str, identity: str, start: int, out: memoryview) -> tuple[int, bool]:
+    """Fill `out` with bytes of a file; how many came, and whether the server has compared the file's identity with the
+    one given."""
+    if not out:
+        return 0, False
+    has_etag = identity.startswith('"')
+    if has_etag and "s3" in protocols(filesystem):
+        from fsspec.asyn import sync
+
+        return sync(filesystem.loop, _fetch_from_s3, filesystem, path, identity, start, out), True
+    options = {"headers": {"If-Match": identity}} if has_etag and "http" in protocols(filesystem) else {}
+    data = filesystem.cat_file(path, start=start, end=start + len(out), **options)
+    out[: len(data)] = data[: len(out)]
+    return len(data), bool(options)
+
+
+async def _fetch_from_s3(filesystem: Any, path: str, identity: str, start: int, out: memoryview) -> int:
+    bucket, key, _ = filesystem.split_path(path)
+    wanted = {"Range": f"bytes={start}-{start + len(out) - 1}", "IfMatch": identity}
+    answer = await filesystem._call_s3("get_object", Bucket=bucket, Key=key, **wanted, **filesystem.req_kw)
+    num_bytes, body = 0, answer["Body"]
+    async with body:
+        while piece := await body.read(_PIECE_BYTES):
+            if num_bytes + len(piece) <= len(out):
+                out[num_bytes : num_bytes + len(piece)] = piece
+            num_bytes += len(piece)
+    return num_bytes

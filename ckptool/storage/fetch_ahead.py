@@ -1,0 +1,250 @@
+"""Ranges of stores' files fetched before they are read: neighbours joined, many at a time, into bounded memory.
+
+A store takes tens of milliseconds to begin an answer, so one read after another leaves the network idle. Who reads says
+beforehand what it will read, in order (`FetchAhead`), and goes on reading as if nothing had been said: `take` gives a
+read the bytes that were fetched for it. What was not announced, or had no room, is read as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from ckptool.core.interfaces import RangeStore, StoreRange
+from ckptool.storage import buffers
+
+#: Of a longer range a request costs less a byte, but the reader waits longer for its first one.
+RANGE_BYTES = 8 << 20
+
+#: Requests at a time: some stores give a connection no more than 50 to 100 MB/s.
+NUM_CONNECTIONS = 16
+
+#: What all ranges of a process may take together. At 200 MB/s and 50 ms, 10 MB are on their way at any time.
+LIMIT_BYTES = 96 << 20
+
+#: Fetching so much for nothing takes less time than another request.
+_GAP_BYTES = 256 << 10
+
+#: A rest of so much is no request of its own.
+_REST_BYTES = 64 << 10
+
+#: A range counts as so much at least: thousands of small ones would wait for connections all the same.
+_LEAST_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class _Block:
+    """A range to fetch as one. `last_read` is the number of the last announced read that wants some of it."""
+
+    store: RangeStore
+    name: str
+    start: int
+    end: int
+    last_read: int
+    memory: mmap.mmap | bytearray | None = None
+    done: Future[None] | None = None
+    num_readers: int = 0
+    is_passed: bool = False
+
+    @property
+    def room_bytes(self) -> int:
+        num_bytes = self.end - self.start
+        return RANGE_BYTES + _REST_BYTES if num_bytes > RANGE_BYTES // 2 else max(num_bytes, _LEAST_BYTES)
+
+    def make_room(self) -> None:
+        is_large = self.end - self.start > RANGE_BYTES // 2
+        self.memory = buffers.take(self.room_bytes) if is_large else bytearray(self.end - self.start)
+
+    def bytes_at(self, start: int, end: int) -> memoryview:
+        assert self.memory is not None
+        return memoryview(self.memory)[start - self.start : end - self.start]
+
+
+@dataclass
+class _Room:
+    """What all series of reads hold together, and who they are."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    held_bytes: int = 0
+    most_bytes: int = 0
+    series: list[FetchAhead] = field(default_factory=list)
+
+
+_room = _Room()
+
+
+class FetchAhead:
+    """Fetches what a series of reads will want, in their order: `reads` has the ranges of each (of local files none).
+
+    One thread reads, and says `passed(i)` after the i-th read. Several series share the memory evenly. What fails is
+    raised by the read that wants it.
+    """
+
+    def __init__(self, reads: Iterable[Iterable[StoreRange]]) -> None:
+        self._blocks = _joined(reads)
+        self._next: _Block | None = None
+        self._num_passed = 0
+        self._is_closed = False
+        self.begun: list[_Block] = []
+
+    def __enter__(self) -> FetchAhead:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begin to fetch."""
+        with _room.lock:
+            _room.series.append(self)
+        self._begin()
+
+    def close(self) -> None:
+        """Give up what was begun; what is on its way ends by itself."""
+        self._is_closed = True
+        with _room.lock:
+            if self in _room.series:
+                _room.series.remove(self)
+            given_up, self.begun = self.begun, []
+        for block in given_up:
+            assert block.done is not None
+            block.done.cancel()
+        _leave(given_up)
+
+    def passed(self, number: int) -> None:
+        """The read of this number, and those before it, are done."""
+        self._num_passed = number + 1
+        with _room.lock:
+            passed = [block for block in self.begun if block.last_read <= number]
+            self.begun = [block for block in self.begun if block.last_read > number]
+        _leave(passed)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin to fetch what there is room for."""
+        while (block := self._next or next(self._blocks, None)) is not None:
+            self._next = None
+            if block.last_read < self._num_passed:
+                continue  # there was no room in time
+            with _room.lock:
+                if not self._has_room(block):
+                    self._next = block
+                    return
+                _room.held_bytes += block.room_bytes
+                _room.most_bytes = max(_room.most_bytes, _room.held_bytes)
+                block.make_room()
+                block.done = connections().submit(self._fetch, block)
+                self.begun.append(block)
+            block.done.add_done_callback(functools.partial(_ended, block))
+
+    def _has_room(self, block: _Block) -> bool:
+        own_bytes = sum(other.room_bytes for other in self.begun)
+        share_bytes = LIMIT_BYTES // len(_room.series)
+        is_in_share = not self.begun or own_bytes + block.room_bytes <= share_bytes
+        return is_in_share and _room.held_bytes + block.room_bytes <= LIMIT_BYTES
+
+    def _fetch(self, block: _Block) -> None:
+        block.store.fetch(block.name, block.start, block.bytes_at(block.start, block.end), lambda: self._is_closed)
+
+
+def take(store: RangeStore, name: str, start: int, out: memoryview) -> int:
+    """Fill `out` with a file's bytes from `start` on, as far as they are being fetched; returns how many those are.
+
+    Waits for them, and raises what became of fetching them.
+    """
+    num_bytes = 0
+    while num_bytes < len(out):
+        block = _find(store, name, start + num_bytes)
+        if block is None or block.done is None:
+            break
+        try:
+            block.done.result()
+            first = start + num_bytes
+            end = min(block.end, start + len(out))
+            out[num_bytes : num_bytes + end - first] = block.bytes_at(first, end)
+            num_bytes += end - first
+        except CancelledError:
+            break  # its series was given up
+        finally:
+            with _room.lock:
+                block.num_readers -= 1
+            _release(block)
+    return num_bytes
+
+
+def _find(store: RangeStore, name: str, start: int) -> _Block | None:
+    """The range with this byte, held for a reader."""
+    with _room.lock:
+        for series in _room.series:
+            for block in series.begun:
+                if block.start <= start < block.end and block.name == name and block.store is store:
+                    block.num_readers += 1
+                    return block
+    return None
+
+
+def _leave(blocks: Iterable[_Block]) -> None:
+    """They are no longer wanted."""
+    for block in blocks:
+        block.is_passed = True
+        _release(block)
+
+
+def _ended(block: _Block, done: Future[None]) -> None:
+    _release(block)
+
+
+def _release(block: _Block) -> None:
+    """Give a range's memory back once nobody fills it, reads it or wants it."""
+    with _room.lock:
+        is_busy = block.done is None or not block.done.done() or block.num_readers
+        if is_busy or not block.is_passed or block.memory is None:
+            return
+        memory, block.memory = block.memory, None
+        _room.held_bytes -= block.room_bytes
+    if isinstance(memory, mmap.mmap):
+        buffers.give_back(memory)
+
+
+def _joined(reads: Iterable[Iterable[StoreRange]]) -> Iterator[_Block]:
+    """The ranges of all reads in order; those that follow each other in a file as one, cut where that is long."""
+    block: _Block | None = None
+    for number, ranges in enumerate(reads):
+        for store, name, start, end in ranges:
+            is_next = block is not None and block.store is store and block.name == name
+            if block is not None and is_next and block.start <= start <= block.end + _GAP_BYTES:
+                block.end, block.last_read = max(block.end, end), number
+            else:
+                if block is not None:
+                    yield block
+                block = _Block(store, name, start, end, number)
+            while block.end - block.start > RANGE_BYTES + _REST_BYTES:
+                cut = block.start + RANGE_BYTES
+                yield _Block(store, name, block.start, cut, number)
+                block = _Block(store, name, cut, block.end, number)
+    if block is not None:
+        yield block
+
+
+def slices(ranges: Iterable[StoreRange]) -> Iterator[tuple[StoreRange]]:
+    """Long ranges as reads of their own, of RANGE_BYTES each but the last."""
+    for store, name, first, last in ranges:
+        for start in range(first, last, RANGE_BYTES):
+            yield (StoreRange(store, name, start, min(last, start + RANGE_BYTES)),)
+
+
+@functools.cache
+def connections() -> ThreadPoolExecutor:
+    """Threads that each wait for an answer."""
+    return ThreadPoolExecutor(NUM_CONNECTIONS, "range")
+
+
+# Threads stay behind in a fork.
+os.register_at_fork(after_in_child=connections.cache_clear)
