@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from ckptool.cli.main import run
 from tests.hub.conftest import REPO, environment
@@ -64,10 +65,11 @@ def test_the_token_is_in_nothing_that_is_written_or_said(
     assert run(["import-hf", "org/private", str(tmp_path / "m"), "--json"]) == 0
     assert run(["verify", str(tmp_path / "m"), "--against", "hf://org/private", "--json"]) == 0
     for fault, where in (("401", "/tree/"), ("404", "/tree/"), ("403", "/resolve/"), ("503", "/cdn/")):
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / f"hub-{fault}"))  # what one leaves, none finds
         hub.fault = lambda method, path, fault=fault, where=where: fault if where in path else ""  # type: ignore[misc]
         assert run(["import-hf", "org/private", str(tmp_path / "n"), "--json"]) == 1
         if fault != "503":  # the library waits long then
-            run(["import-hf", "org/private", str(tmp_path / "cached"), "--local-cache"])
+            run(["import-hf", "org/private", str(tmp_path / f"cached-{fault}"), "--local-cache"])
         assert run(["inspect", "hf://org/private/assets"]) == 1
     captured = capfd.readouterr()
     written = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
