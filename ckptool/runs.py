@@ -98,7 +98,7 @@ def resolve(name: str | Place, root: Place | None = None) -> Place:
     existing = next((path for path in places if path.exists()), None)
     if existing is not None and any(existing.glob("shard-*.safetensors")):
         raise NotFoundError(
-            f"{existing} is DCP in safetensors files, which only export, inspect, verify and diff read as it is",
+            f"{existing} is DCP in safetensors files, which this command doesn't read as it is",
             hint=f"ckptool import-hf {existing}",
         )
     if existing is not None:

@@ -21,16 +21,17 @@ from ckptool.core.interruption import raise_if_interrupted
 from ckptool.core.parts import FileRecord
 from ckptool.core.plan import Plan, Result
 from ckptool.errors import DamagedError, NotFoundError, StorageError
-from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, parse_manifest, read_manifest
+from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, is_checkpoint, parse_manifest
 from ckptool.formats.dcp_sink import dcp_parts
+from ckptool.formats.sharded_safetensors import SIDE_FOLDER
 from ckptool.naming.groups import keep_names
 from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import check_structure
 from ckptool.ops.conversion import Execution, convert, leave
 from ckptool.ops.provenance import new_provenance, write_provenance
+from ckptool.ops.stored import find_stored, read_stored
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
-from ckptool.runs import resolve
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, FileDigest, read_digests
 from ckptool.storage.files import Place, open_binary, os_errors, safe_join
@@ -64,18 +65,19 @@ def copy(
     Every file is compared with the source's `digests.json` while it is read, and with itself when it is read back.
     `model_only` writes a new checkpoint of `model.*` instead, without optimizer state, objects and data position.
     An attempt that fails or is killed leaves its finished files for the next one. With `max_bytes_per_s` no more than
-    that is read, and no more is sent to a store or read back from it. Hidden files but `.metadata` are left behind.
+    that is read, and no more is sent to a store or read back from it. Hidden files but `.metadata` are left behind; of
+    DCP in safetensors `.hf_metadata/` is taken along.
 
     Raises DamagedError when the source isn't what was written, StorageError when the copy can't be written or doesn't
     read back; the target then is as it was.
     """
     start = time.monotonic()
-    path = resolve(name, root)
+    path = find_stored(name, root)
     target = new_target(target_name, root, may_be_step=True)
     refuse_existing(target, overwrite)
     refuse_own_source(path, target)
     limit = RateLimit(max_bytes_per_s)
-    if model_only:
+    if model_only and is_checkpoint(path):  # safetensors files of the ranks' parts hold nothing but a model
         plan = _copy_model(path, target, overwrite, dry_run, progress, limit)
     else:
         plan = _copy_folder(path, target, overwrite, dry_run, progress, limit)
@@ -90,11 +92,12 @@ def _copy_folder(
     progress: Callable[[Plan], Progress] | None,
     limit: RateLimit,
 ) -> Plan:
-    manifest = read_manifest(path)
+    manifest = read_stored(path)
     digests = read_digests(path, manifest.save_id)
     listed = digests.files if digests else {}
     last = [name for name in (DIGESTS_FILE, METADATA_FILE) if (path / name).exists()]
-    names = [*sorted((set(files_below(path)) | set(listed)) - set(last)), *last]
+    beside = () if is_checkpoint(path) else (f"{SIDE_FOLDER}/{name}" for name in files_below(path / SIDE_FOLDER))
+    names = [*sorted({*files_below(path), *beside, *listed} - set(last)), *last]
     with os_errors(path):
         num_bytes = sum(safe_join(path, name).stat().st_size for name in names)
     plan = Plan("copy", str(path), str(target), (), num_bytes, num_bytes, _PIECE_BYTES, num_bytes)

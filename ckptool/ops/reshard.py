@@ -25,6 +25,7 @@ from ckptool.errors import DamagedError, NotFoundError
 from ckptool.formats.dcp_metadata import METADATA_FILE, PROVENANCE_FILE, parse_manifest
 from ckptool.formats.dcp_sink import DcpSink
 from ckptool.formats.dcp_source import DcpSource
+from ckptool.formats.sharded_safetensors import ShardedSafetensors
 from ckptool.naming.groups import keep_names
 from ckptool.naming.sections import read_sections
 from ckptool.ops.bands import BandSource
@@ -32,11 +33,12 @@ from ckptool.ops.conversion import Execution, convert
 from ckptool.ops.copy import copy_file
 from ckptool.ops.import_hf import CHUNK_OVERHEAD_BYTES, DIGEST_RECORD_BYTES
 from ckptool.ops.layouts import read_layout
+from ckptool.ops.model_source import ConfigFolder, find_config
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.reshard_links import can_link, fits, link_checkpoint
+from ckptool.ops.stored import StoredSource, find_stored, open_stored
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
-from ckptool.runs import resolve
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests, read_digests
 from ckptool.storage.files import Place
@@ -51,7 +53,8 @@ CHUNK_BYTES = 32 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What is to be written where: `manifest` holds only what is taken along, `side_files` are copied as they are."""
+    """What is to be written where: `manifest` holds only what is taken along, `side_files` are copied as they are, and
+    a model's files in `config` are copied to `hf/`."""
 
     path: Place
     target: Place
@@ -59,6 +62,7 @@ class _Job:
     digests: Digests | None
     layout: Layout
     side_files: tuple[str, ...]
+    config: ConfigFolder | None = None
 
     @functools.cached_property
     def tensors(self) -> dict[str, TensorEntry]:
@@ -95,13 +99,14 @@ def reshard(
     placements that don't fit, DamagedError when the source isn't what was written; the target then is as it was.
     """
     start = time.monotonic()
-    path = resolve(name, root)
+    path = find_stored(name, root)
     target = new_target(target_name, root, may_be_step=True)
     refuse_existing(target, overwrite)
     refuse_own_source(path, target)
-    with contextlib.closing(DcpSource(path)) as source:
-        job = _open_job(path, target, source.manifest, mesh, placements, model_only)
-        linked = not (rewrite or model_only) and fits(job.manifest, job.layout) and can_link(path, target)
+    with contextlib.closing(open_stored(path)) as source:
+        job = _open_job(path, target, source, mesh, placements, model_only)
+        linked = isinstance(source, DcpSource) and not (rewrite or model_only)
+        linked = linked and fits(job.manifest, job.layout) and can_link(path, target)
         stored = {} if linked else assign(job.tensors.values(), job.layout, CHUNK_BYTES, PIECE_BYTES)
         plan = _plan_links(job) if linked else _plan_rewrite(job, stored, num_workers, memory_bytes)
         check_disk(target, plan)
@@ -112,7 +117,8 @@ def reshard(
                 link_checkpoint(local_path(path, "linking"), staging, job.manifest, job.digests)
                 _check_digests(staging, job)
         elif not dry_run:
-            source.check_crc = job.digests is None
+            if isinstance(source, DcpSource):
+                source.check_crc = job.digests is None
             notes += convert(
                 plan,
                 _CheckedSource(source),
@@ -128,8 +134,12 @@ def reshard(
 
 
 def _open_job(
-    path: Place, target: Place, manifest: Manifest, mesh: Mesh, placements: Path | None, model_only: bool
+    path: Place, target: Place, source: StoredSource, mesh: Mesh, placements: Path | None, model_only: bool
 ) -> _Job:
+    manifest = source.manifest
+    if isinstance(source, ShardedSafetensors):
+        config = find_config(path, "")
+        return _Job(path, target, manifest, None, read_layout(path, manifest, mesh, placements), (), config)
     known = {*manifest.files, DIGESTS_FILE, PROVENANCE_FILE, METADATA_FILE}
     side = [name for name in files_below(path) if name not in known and not name.endswith(".distcp")]
     if model_only:
@@ -258,6 +268,9 @@ def _write_beside(job: _Job, staging: Path) -> None:
     recorded = job.digests.files if job.digests else {}
     for name in job.side_files:
         copy_file(job.path, staging, name, recorded.get(name))
+    if job.config is not None:
+        for name in job.config.side:
+            copy_file(job.config.path, staging / "hf", name, None)
     if job.manifest.provenance is not None:
         if PROVENANCE_FILE in recorded and digest_file(job.path / PROVENANCE_FILE) != recorded[PROVENANCE_FILE].blake3:
             raise DamagedError(f"{job.path / PROVENANCE_FILE} is not what {DIGESTS_FILE} lists: it changed")
@@ -308,7 +321,8 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def _side_bytes(job: _Job) -> int:
-    return sum((job.path / name).stat().st_size for name in job.side_files)
+    beside = sum((job.path / name).stat().st_size for name in job.side_files)
+    return beside + (job.config.num_bytes if job.config else 0)
 
 
 def _first_place(entry: TensorEntry) -> tuple[str, int]:

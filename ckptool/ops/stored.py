@@ -9,6 +9,8 @@ from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_f
 from ckptool.runs import possible_places, resolve
 from ckptool.storage.files import Place
 
+StoredSource = DcpSource | ShardedSafetensors
+
 #: Where NeMo Automodel keeps them in the folder of a step.
 _MODEL_FOLDER = "model"
 
@@ -23,7 +25,7 @@ def find_stored(name: str, root: Place | None = None) -> Place:
     return resolve(name, root)
 
 
-def open_stored(path: Place) -> DcpSource | ShardedSafetensors:
+def open_stored(path: Place) -> StoredSource:
     return DcpSource(path) if is_checkpoint(path) or not is_sharded_folder(path) else ShardedSafetensors(path)
 
 

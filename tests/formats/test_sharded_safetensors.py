@@ -17,7 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckptool
 from ckptool.cli.main import run
 from ckptool.core.box import Box
-from ckptool.errors import DamagedError
+from ckptool.core.mesh import Mesh
+from ckptool.errors import DamagedError, TargetExistsError
 from ckptool.formats.sharded_safetensors import ShardedSafetensors
 from tests.spawn import run_ranks
 from tests.tiny_models import llama
@@ -74,8 +75,59 @@ def test_it_is_shown_and_exported_as_it_is(
     assert all(torch.equal(single[name], tensor) for name, tensor in model.state_dict().items())
     assert run(["export", str(folder), "--engine", "torch", "--out", str(tmp_path / "no")]) == 2
     assert "not those of" in capsys.readouterr().err
-    assert run(["reshard", str(folder), str(tmp_path / "no"), "--world-size", "2"]) == 1
+    assert run(["plan", str(folder), "--world-size", "2"]) == 1
     assert f"ckptool import-hf {folder}" in capsys.readouterr().err
+
+
+def load_stock(rank: int, path: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors that torch's own reader gets wrong, cut anew over all ranks."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    state = {name: distribute_tensor(torch.full_like(t, -7), mesh, [Shard(0)]) for name, t in tensors.items()}
+    dcp.load(state, checkpoint_id=path)
+    return [name for name, tensor in tensors.items() if not torch.equal(state[name].full_tensor(), tensor)]
+
+
+def test_resharded_it_is_a_checkpoint_of_the_same_names(
+    folder: Path, tmp_path: Path, model: transformers.LlamaForCausalLM
+) -> None:
+    """By the name of the step's folder; the model's config is taken along, and exports go by it."""
+    shutil.copytree(folder, tmp_path / "step" / "model")
+    (tmp_path / "step" / "model" / ".hf_metadata" / "fqn_to_file_index_mapping.json").write_text("{}")
+    command = ["reshard", str(tmp_path / "step"), "three", "--root", str(tmp_path), "--world-size", "3"]
+    assert run([*command, "--dry-run"]) == 0 and not (tmp_path / "three").exists()
+    assert run(command) == 0
+    tensors = dict(model.state_dict())
+    assert run_ranks(3, load_stock, tmp_path / "three", tensors) == [[], [], []]
+    manifest = ckptool.open_checkpoint(tmp_path / "three")
+    assert manifest.tensors.keys() == tensors.keys()
+    assert {chunk.locator.file for chunk in manifest.tensors["lm_head.weight"].chunks if chunk.locator} <= {
+        f"__{rank}_0.distcp" for rank in range(3)
+    }
+    assert ckptool.verify("three", root=tmp_path, against=str(folder)).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "three" / "hf").iterdir()) == ["config.json"]
+    ckptool.export("three", root=tmp_path)
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "three-hf", dtype="auto").state_dict()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("options", [[], ["--model-only"]])
+def test_it_is_copied_whole(folder: Path, tmp_path: Path, options: list[str]) -> None:
+    assert run(["copy", str(folder), str(tmp_path / "copy"), *options]) == 0
+
+    def files(path: Path) -> dict[str, bytes]:
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+    assert files(tmp_path / "copy") == files(folder)
+    with pytest.raises(TargetExistsError):
+        ckptool.copy(str(folder), str(tmp_path / "copy"))
+
+
+def test_a_damaged_one_is_not_resharded(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "cut")
+    min((tmp_path / "cut").glob("*.safetensors")).unlink()
+    with pytest.raises(DamagedError):
+        ckptool.reshard(str(tmp_path / "cut"), str(tmp_path / "no"), mesh=Mesh.of({"dp": 2}))
+    assert not (tmp_path / "no").exists()
 
 
 def test_any_box_is_read(folder: Path, model: transformers.LlamaForCausalLM) -> None:
