@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckptool.core.box import Box
@@ -107,14 +107,27 @@ def find_base(path: Place, source: ModelSource, adapter: Adapter, base: str, roo
     return found
 
 
-def check_layers(adapter: Mapping[str, tuple[int, ...]], weights: Mapping[str, tuple[int, ...]], where: str) -> None:
+def check_layers(
+    adapter: Mapping[str, tuple[int, ...]],
+    weights: Mapping[str, tuple[int, ...]],
+    where: str,
+    transposed: Collection[str] = (),
+) -> None:
     """Raise MismatchError when a layer of an adapter (module -> (outputs, inputs)) is none of `weights`', or another
-    size."""
+    size. The weights of modules in `transposed` are (inputs, outputs)."""
     if absent := [module for module in adapter if f"{module}.weight" not in weights]:
         raise MismatchError(f"{where} has no layer {name_some(absent)}, which the adapter belongs to")
     for module, shape in adapter.items():
-        if weights[f"{module}.weight"] != shape:
-            raise MismatchError(f"{module} is {list(weights[f'{module}.weight'])}, and its adapter {list(shape)}")
+        found = weights[f"{module}.weight"]
+        if (found[::-1] if module in transposed else found) != shape:
+            raise MismatchError(f"{module} is {list(found)}, and its adapter {list(shape)}")
+
+
+def transposed_layers(modules: Mapping[str, Any]) -> set[str]:
+    """The names of those of a model's modules whose weights are (inputs, outputs): GPT-2's kind of linear layer."""
+    from transformers.pytorch_utils import Conv1D
+
+    return {name for name, module in modules.items() if isinstance(module, Conv1D)}
 
 
 def layer_shapes(layers: Mapping[str, LowRank], entries: Mapping[str, TensorEntry]) -> dict[str, tuple[int, ...]]:
@@ -126,8 +139,7 @@ class MergedSource(ModelSource):
     """The base's tensors with an adapter's products added, computed in float32 for each box that is read.
 
     Other matrices in the base's checkpoint are left out: they are where that adapter began. Raises MismatchError when
-    layers don't fit, UnsupportedError when one is not a linear layer (another kind of layer stores its weight the other
-    way round), or shares its weight.
+    layers don't fit, UnsupportedError when one is not a linear layer, or shares its weight.
     """
 
     def __init__(self, base: Place, adapter: Adapter, matrices: ModelSource, config: str) -> None:
@@ -135,7 +147,7 @@ class MergedSource(ModelSource):
         self._leave_model()
         self._matrices = matrices
         self._adapter = adapter
-        self._check_layers(base, config)
+        self._transposed = self._check_layers(base, config)
         self._layers = {f"{MODEL_PREFIX}{module}.weight": module for module in adapter.layers}
         self.notes = (*self.notes, f"merged: an adapter of {len(self._layers)} layers, alpha {adapter.config.alpha:g}")
 
@@ -148,10 +160,13 @@ class MergedSource(ModelSource):
         module = self._layers[fqn]
         low_rank = self._adapter.layers[module]
         (row, column), (num_rows, num_columns) = box.offsets, box.sizes
+        if is_transposed := module in self._transposed:
+            row, column, num_rows, num_columns = column, row, num_columns, num_rows
         b = self._matrix(low_rank.b, Box((row, 0), (num_rows, low_rank.rank)))
         a = self._matrix(low_rank.a, Box((0, column), (low_rank.rank, num_columns)))
+        product = (b @ a).T if is_transposed else b @ a
         weight = torch.frombuffer(out, dtype=getattr(torch, self.manifest.tensors[fqn].dtype)).view(box.sizes)
-        weight.copy_(weight.float() + (b @ a) * self._adapter.scales[module])
+        weight.copy_(weight.float() + product * self._adapter.scales[module])
 
     def versions(self) -> tuple[str, ...]:
         """What is added to the base, in words that change with it."""
@@ -179,7 +194,8 @@ class MergedSource(ModelSource):
         self._matrices.read_into(MODEL_PREFIX + name, box, memoryview(buffer))
         return torch.frombuffer(buffer, dtype=getattr(torch, entry.dtype)).view(box.sizes).float()
 
-    def _check_layers(self, base: Place, config: str) -> None:
+    def _check_layers(self, base: Place, config: str) -> set[str]:
+        """The modules whose weights are (inputs, outputs)."""
         import torch
 
         from ckptool.naming.meta_model import build_meta_model, read_config
@@ -190,14 +206,20 @@ class MergedSource(ModelSource):
             raise NotFoundError(f"{base} has no config.json, without which its layers aren't known", hint="--config")
         entries = {fqn.removeprefix(MODEL_PREFIX): entry for fqn, entry in self._matrices.manifest.tensors.items()}
         kinds = dict(build_meta_model(folder).named_modules())
+        transposed = transposed_layers(kinds)
         for module in self._adapter.layers:
-            if module in kinds and not isinstance(kinds[module], torch.nn.Linear):
+            if module in kinds and module not in transposed and not isinstance(kinds[module], torch.nn.Linear):
                 raise UnsupportedError(f"{module} is a {type(kinds[module]).__name__}, not a linear layer")
+            if module not in kinds and transposed:  # a weight of as many inputs as outputs doesn't tell
+                raise UnsupportedError(
+                    f"{module}: nothing says whether its weight is (outputs, inputs) or the other way"
+                )
         shapes = {name: entry.shape for name, entry in tensors.items()}
-        check_layers(layer_shapes(self._adapter.layers, entries), shapes, str(base))
+        check_layers(layer_shapes(self._adapter.layers, entries), shapes, str(base), transposed)
         shared = {name.removeprefix(MODEL_PREFIX) for pair in self.manifest.ties.items() for name in pair}
         if tied := [module for module in self._adapter.layers if f"{module}.weight" in shared]:
             raise UnsupportedError(
                 f"{name_some(tied)} shares its weight with another layer, and merging would change both",
                 hint="--adapter, or a base that was imported with --untie",
             )
+        return transposed

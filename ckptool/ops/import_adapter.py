@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.core.box import Box
@@ -11,11 +11,11 @@ from ckptool.core.interfaces import Source, StoreRange
 from ckptool.errors import MismatchError, NotFoundError, UsageError, name_some
 from ckptool.formats.adapter_config import CONFIG_NAME, WEIGHTS_NAME, AdapterConfig
 from ckptool.formats.hf_config import CONFIG_NAME as MODEL_CONFIG_NAME
-from ckptool.formats.hf_folder import HfSource, side_files
+from ckptool.formats.hf_folder import HfSource, model_folder, side_files
 from ckptool.hub import locate
 from ckptool.naming.adapter_names import find_adapter, matrix_names
 from ckptool.naming.groups import NameGroup
-from ckptool.ops.adapters import check_layers, layer_shapes
+from ckptool.ops.adapters import check_layers, layer_shapes, transposed_layers
 from ckptool.ops.inputs import ModelInput
 from ckptool.storage.files import Place, read_json
 from ckptool.storage.place import file_version
@@ -47,8 +47,8 @@ class JoinedSource:
         self._second.close()
 
 
-def add_adapter(model: ModelInput, adapter: str, cast: str | None) -> ModelInput:
-    """`model` with the adapter of the folder or Hub id `adapter` beside its layers.
+def add_adapter(model: ModelInput, adapter: str, cast: str | None, folder: Place) -> ModelInput:
+    """`model`, which is that of `folder`, with the adapter of the folder or Hub id `adapter` beside its layers.
 
     Raises NotFoundError when it is no such folder, UnsupportedError for adapters other than LoRA on linear layers,
     MismatchError when it belongs to another model, DamagedError when it contradicts itself.
@@ -62,7 +62,9 @@ def add_adapter(model: ModelInput, adapter: str, cast: str | None) -> ModelInput
         config.scale(module, low_rank.rank)  # refuses another rank than the config's
     live = {name: shape for group in model.names.groups for name, shape in group.targets.items()}
     live |= {alias: live[canonical] for alias, canonical in model.names.ties.items()}
-    check_layers(layer_shapes(layers, entries), live, f"{model.source.manifest.location}, with {adapter},")
+    shapes = layer_shapes(layers, entries)
+    where = f"{model.source.manifest.location}, with {adapter},"
+    check_layers(shapes, live, where, _transposed(shapes, live, folder))
     clash = entries.keys() & model.source.manifest.tensors.keys()
     if clash:
         raise MismatchError(f"{adapter} and the base both hold {name_some(clash)}")
@@ -80,6 +82,18 @@ def add_adapter(model: ModelInput, adapter: str, cast: str | None) -> ModelInput
         adapter=_record(config),
         also=(*model.also, *_versions(path)),
     )
+
+
+def _transposed(
+    adapter: Mapping[str, tuple[int, ...]], weights: Mapping[str, tuple[int, ...]], folder: Place
+) -> set[str]:
+    """The layers whose weights are (inputs, outputs); the model is only asked when there seem to be some."""
+    turned = (m for m, shape in adapter.items() if shape != shape[::-1] == weights.get(f"{m}.weight"))
+    if next(turned, None) is None or not (folder / MODEL_CONFIG_NAME).is_file():
+        return set()
+    from ckptool.naming.meta_model import build_meta_model
+
+    return transposed_layers(dict(build_meta_model(model_folder(folder)).named_modules()))
 
 
 def refuse_adapter_alone(path: Place) -> None:

@@ -121,7 +121,7 @@ def import_hf(
             model = open_input(located.path, cast)
             opened.enter_context(contextlib.closing(model.source))
             if adapter:
-                model = add_adapter(model, adapter, cast)
+                model = add_adapter(model, adapter, cast, located.path)
                 opened.enter_context(contextlib.closing(model.source))
             return _plan(job, model)
 

@@ -122,18 +122,45 @@ def test_what_is_not_said_or_not_so_is_refused(root: Path, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_other_kinds_of_adapters_and_of_layers_are_refused(root: Path, tmp_path: Path) -> None:
+def test_other_kinds_of_adapters_are_refused(root: Path, tmp_path: Path) -> None:
     dora = adapted(root / "hub", use_dora=True)
     dcp.save({"model": matrices(dora)}, checkpoint_id=tmp_path / "dora", no_dist=True)
     with pytest.raises(UnsupportedError, match="lora_magnitude_vector"):
         ckptool.export(str(tmp_path / "dora"), adapter="folder", lora_alpha=5.0)
-    config = transformers.GPT2Config(n_embd=48, n_head=6, n_layer=1, vocab_size=97, n_positions=32)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    ckptool.import_hf(str(tmp_path / "gpt2"), "gpt2-base", root=tmp_path)
-    model = adapted(tmp_path / "gpt2", ["attn.c_proj"], fan_in_fan_out=True)
-    dcp.save({"model": matrices(model)}, checkpoint_id=tmp_path / "conv", no_dist=True)
-    with pytest.raises(UnsupportedError, match="Conv1D, not a linear layer"):
-        ckptool.export(str(tmp_path / "conv"), adapter="merge", lora_alpha=5.0, base=str(tmp_path / "gpt2-base"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with `hub`, a GPT-2, whose layers keep their weights as (inputs, outputs), one of them square."""
+    root = tmp_path_factory.mktemp("gpt2")
+    config = transformers.GPT2Config(n_embd=48, n_head=6, n_layer=2, vocab_size=97, n_positions=32)
+    torch.manual_seed(3)
+    transformers.GPT2LMHeadModel(config).save_pretrained(root / "hub")
+    ckptool.import_hf(str(root / "hub"), "base", root=root, chunk_bytes=3000)
+    return root
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_weights_that_are_the_other_way_round_are_merged_so(gpt2: Path, tmp_path: Path, is_told: bool) -> None:
+    """Whether a folder of peft's says `fan_in_fan_out` or not, which depends on the layer that was wrapped last."""
+    model = adapted(gpt2 / "hub", ["attn.c_attn", "attn.c_proj", "mlp.c_fc"], fan_in_fan_out=True)
+    model.save_pretrained(tmp_path / "peft")
+    record = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(record | {"fan_in_fan_out": is_told}))
+    ckptool.import_hf(str(gpt2 / "hub"), "c", root=tmp_path, adapter=str(tmp_path / "peft"))
+    ckptool.export("c", root=tmp_path, adapter="merge", out=tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_computes(merged, model)
+    expected = model.merge_and_unload().state_dict()
+    for key, tensor in merged.state_dict().items():
+        torch.testing.assert_close(tensor, expected[key], atol=1e-6, rtol=1e-6)
+
+
+def test_an_adapter_of_a_gpt2_that_a_trainer_saved_is_merged(gpt2: Path, tmp_path: Path) -> None:
+    model = adapted(gpt2 / "hub", ["c_proj"], fan_in_fan_out=True)
+    dcp.save({"model": matrices(model)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    ckptool.export(str(tmp_path / "c"), adapter="merge", lora_alpha=5.0, base=str(gpt2 / "base"), out=tmp_path / "out")
+    assert_computes(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), model)
 
 
 def test_a_merging_export_goes_on_unless_it_merges_something_else(
