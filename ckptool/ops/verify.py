@@ -73,7 +73,7 @@ class _Wanted:
 
 
 def verify(
-    name: str,
+    name: str | Place,
     *,
     root: Place | None = None,
     level: str = "bytes",
@@ -181,10 +181,10 @@ def _check_against(path: Place, wanted: _Wanted, checked: _Checked) -> None:
     from ckptool.ops.checks.against import check_against
 
     src = str(wanted.against)
-    model_only = compare_models_only([src, str(path)], wanted.root)
+    model_only = compare_models_only([src, path], wanted.root)
     with contextlib.closing(open_any(src, wanted.root, model_only=model_only)) as other:
         try:
-            source = open_any(str(path), model_only=model_only)
+            source = open_any(path, model_only=model_only)
         except DamagedError as error:
             _note_skipped(checked, error)
             return

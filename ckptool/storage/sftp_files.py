@@ -27,6 +27,8 @@ _POLICIES = {
     "auto_add": paramiko.AutoAddPolicy,
 }
 
+_KEYS = "the keys of ssh-agent and ~/.ssh are tried; ~/.ssh/config is not read"
+
 #: What a server answers, by a channel that is as good as before.
 _ANSWERS = (FileNotFoundError, PermissionError)
 
@@ -57,16 +59,17 @@ class SftpFiles(SFTPFileSystem):
         try:
             self.client.connect(self.host, **{**limits, **self.ssh_kwargs})
         except paramiko.AuthenticationException:
-            hint = "the keys of ssh-agent and ~/.ssh are tried; ~/.ssh/config is not read"
-            raise AccessError(f"access denied: {shown}", hint=hint) from None
+            raise AccessError(f"access denied: {shown}", hint=_KEYS) from None
         except paramiko.BadHostKeyException:
             hint = "somebody may be in between; if the server got a new key: ssh-keygen -R, then ssh to it once"
             raise AccessError(f"{shown}: the server's key is not the one in ~/.ssh/known_hosts", hint=hint) from None
         except paramiko.SSHException as error:
-            if "known_hosts" not in str(error):
-                raise
-            hint = "ssh to it once, and confirm its key"
-            raise AccessError(f"{shown}: the server's key is not in ~/.ssh/known_hosts", hint=hint) from None
+            if "known_hosts" in str(error):
+                hint = "ssh to it once, and confirm its key"
+                raise AccessError(f"{shown}: the server's key is not in ~/.ssh/known_hosts", hint=hint) from None
+            if "No authentication methods" in str(error):
+                raise AccessError(f"access denied: {shown}", hint=_KEYS) from None
+            raise
 
     @property
     def ftp(self) -> paramiko.SFTPClient:
@@ -176,9 +179,14 @@ class SftpFiles(SFTPFileSystem):
         with self._channel() as channel:
             channel.remove(self._strip_protocol(path))
 
-    def rmdir(self, path: str) -> None:
+    def remove_if_empty(self, folder: str) -> bool:
+        """Whether it was: a folder with something in it stays."""
         with self._channel() as channel:
-            channel.rmdir(self._strip_protocol(path))
+            try:
+                channel.rmdir(folder)
+            except OSError:
+                return False
+        return True
 
     def makedirs(self, path: str, exist_ok: bool = False, mode: int = 0o777) -> None:
         with self._channel() as channel:

@@ -218,6 +218,10 @@ class Store:
 
         self._retried(name, remove)
         self._note(name, None)
+        if self._is_sftp:
+            # Elsewhere there are no empty folders.
+            folders = (self._path(str(parent)) for parent in PurePosixPath(name).parents[:-1])
+            self._retried(name, lambda: all(self._fs.remove_if_empty(folder) for folder in folders))
 
     def remove_below(self, folder: str, first: Collection[str] = ()) -> None:
         """Remove every file below a folder, those of the names `first` (relative to it) before all others."""
@@ -228,12 +232,6 @@ class Store:
         with ThreadPoolExecutor(NUM_CONNECTIONS, "remove") as workers:
             for _ in workers.map(self.remove, (name for name in names if name not in at_once)):
                 pass
-        if self._is_sftp:
-            above = PurePosixPath(folder or ".").parents
-            parents = {str(parent) for name in names for parent in PurePosixPath(name).parents if parent not in above}
-            for parent in sorted(parents, reverse=True):
-                with contextlib.suppress(Exception):  # something else is in it
-                    self._fs.rmdir(self._path(parent))
 
     def refresh(self) -> Mapping[str, StoredFile]:
         """List anew."""
