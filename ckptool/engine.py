@@ -94,16 +94,14 @@ def _run_part(
         for fqn in part.objects:
             writer.write_object(fqn, source.read_object(fqn))
         with FetchAhead(_ranges(part, source)) as ahead:
-            num_read = 0
             for is_plain, items in itertools.groupby(part.items, key=lambda item: item.transform is None):
                 if is_plain:
-                    num_read = _stream(items, source, writer, report, budget, ahead, num_read)
+                    _stream(items, source, writer, report, budget, ahead)
                     continue
                 for item in items:
                     with budget.reserve(group_bytes(item, source.manifest)):
                         _convert(item, source, writer, report)
-                    num_read += 1
-                    ahead.passed(num_read - 1)
+                    ahead.passed()
         return writer.close()
     except BaseException:
         writer.abandon()
@@ -112,21 +110,14 @@ def _run_part(
 
 def _ranges(part: Part, source: Source) -> Iterator[Iterable[StoreRange]]:
     """What each batch or group of a part, in the order in which they are read, wants of a store."""
-    first = next((item for item in part.items if item.write_bytes), None)
-    if first is None or not any(_whole_ranges(first, source)):
-        return  # local files: going through all pieces would be in vain
     for is_plain, items in itertools.groupby(part.items, key=lambda item: item.transform is None):
         if is_plain:
             for batch in _batches(items, source):
                 yield [wanted for piece in batch for wanted in source.ranges(piece.source, piece.stored)]
         else:
             for item in items:
-                yield _whole_ranges(item, source)
-
-
-def _whole_ranges(item: PlanItem, source: Source) -> Iterator[StoreRange]:
-    for fqn in item.sources:
-        yield from source.ranges(fqn, Box.whole(source.manifest.tensors[fqn].shape))
+                boxes = [(fqn, Box.whole(source.manifest.tensors[fqn].shape)) for fqn in item.sources]
+                yield [wanted for fqn, box in boxes for wanted in source.ranges(fqn, box)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +138,8 @@ def _stream(
     report: Progress | None,
     budget: MemoryBudget,
     ahead: FetchAhead,
-    num_read: int,
-) -> int:
-    """Copy piece by piece; a thread reads the next pieces while this one writes.
-
-    `num_read` reads of the part are done; returns how many are after this.
-    """
+) -> None:
+    """Copy piece by piece; a thread reads the next pieces while this one writes."""
     ring = [(_Buffer(), _Buffer()) for _ in range(PIECES_IN_FLIGHT)]
     pending: collections.deque[tuple[list[_Piece], Future[list[memoryview]]]] = collections.deque()
 
@@ -164,16 +151,15 @@ def _stream(
             if report:
                 report(len(data))
 
-    def read(number: int, batch: list[_Piece], reading: _Buffer, casting: _Buffer) -> list[memoryview]:
+    def read(batch: list[_Piece], reading: _Buffer, casting: _Buffer) -> list[memoryview]:
         data = _read_batch(source, batch, reading, casting)
-        ahead.passed(number)
+        ahead.passed()
         return data
 
     with ThreadPoolExecutor(1, "read") as reader:
         try:
             for batch, pair in zip(_batches(items, source), itertools.cycle(ring), strict=False):
-                pending.append((batch, reader.submit(read, num_read, batch, *pair)))
-                num_read += 1
+                pending.append((batch, reader.submit(read, batch, *pair)))
                 if len(pending) == PIECES_IN_FLIGHT:
                     write_oldest()
             while pending:
@@ -183,7 +169,6 @@ def _stream(
                 filled.cancel()
     for buffer in itertools.chain.from_iterable(ring):
         buffer.give_back()
-    return num_read
 
 
 def _batches(items: Iterable[PlanItem], source: Source) -> Iterator[list[_Piece]]:

@@ -19,6 +19,7 @@ from ckptool.storage.files import Place
 from ckptool.storage.hub_calls import asked, is_offline
 from ckptool.storage.hub_store import HubStore, parse_hub_url
 from ckptool.storage.place import place
+from ckptool.storage.store import is_url
 from ckptool.storage.store_path import StorePath
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -85,7 +86,7 @@ def _repository(src: str, revision: str | None) -> tuple[str, str | None] | None
         if revision and url.revision:
             raise UsageError(f"{src} names a revision, and so does --revision")
         return url.repo, url.revision or revision
-    if url is not None or place(src).exists() or not _REPO_ID.fullmatch(src):
+    if url is not None or is_url(src) or place(src).exists() or not _REPO_ID.fullmatch(src):
         return None
     return src, revision
 

@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.storage import StorageReader as TorchStorageRe
 from torch.futures import Future
 
 from ckptool.core.box import Box
+from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import Chunk
 from ckptool.errors import CkptoolError, DamagedError, MismatchError
 from ckptool.formats.dcp_source import DcpSource, load_blob
 from ckptool.formats.dcp_torch import stored_chunks, to_torch_metadata
+from ckptool.storage.fetch_ahead import FetchAhead
 from ckptool.storage.files import explain_os_error
 from ckptool.storage.place import place
 
@@ -91,8 +93,11 @@ class SourceReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with plain_errors(Path(self.checkpoint_id)):
             reads = [(item, self._chunk_of(item)) for item in plan.items if item.type != LoadItemType.BYTE_IO]
-            for item, chunk in sorted(reads, key=_place):
-                self._read_tensor(item, chunk, planner)
+            reads.sort(key=_place)
+            with FetchAhead(self._ranges(item, chunk) for item, chunk in reads) as ahead:
+                for item, chunk in reads:
+                    self._read_tensor(item, chunk, planner)
+                    ahead.passed()
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     blob = self._source.read_object(item.storage_index.fqn)
@@ -114,10 +119,11 @@ class SourceReader(TorchStorageReader):
                 return chunk
         raise DamagedError(f"{self.checkpoint_id}: {fqn} has no chunk at {list(offsets)}")
 
+    def _ranges(self, item: ReadItem, chunk: Chunk) -> Iterator[StoreRange]:
+        return self._source.chunk_ranges(item.storage_index.fqn, chunk, _box(item, chunk))
+
     def _read_tensor(self, item: ReadItem, chunk: Chunk, planner: LoadPlanner) -> None:
-        fqn = item.storage_index.fqn
-        offsets = tuple(a + b for a, b in zip(chunk.box.offsets, item.storage_offsets, strict=True))
-        box = Box(offsets, tuple(item.lengths))
+        fqn, box = item.storage_index.fqn, _box(item, chunk)
         target = planner.resolve_tensor(item).detach()
         dtype = getattr(torch, self._source.manifest.tensors[fqn].dtype)
         if tuple(target.shape) != box.sizes:
@@ -161,6 +167,12 @@ def _open(path: str | os.PathLike) -> DcpSource:
     source = DcpSource(place(os.fspath(path)))
     source.check_crc = False
     return source
+
+
+def _box(item: ReadItem, chunk: Chunk) -> Box:
+    """What is read, as a part of the whole tensor."""
+    offsets = tuple(a + b for a, b in zip(chunk.box.offsets, item.storage_offsets, strict=True))
+    return Box(offsets, tuple(item.lengths))
 
 
 def _place(read: tuple[ReadItem, Chunk]) -> tuple[str, int, tuple[int, ...]]:

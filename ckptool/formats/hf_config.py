@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptool.core.dtypes import CASTABLE
 from ckptool.core.tensors import TensorEntry
-from ckptool.storage.files import read_json, write_json
+from ckptool.storage.files import Place, read_json, write_json
 
 CONFIG_NAME = "config.json"
 QUANTIZATION_KEY = "quantization_config"
@@ -26,7 +26,7 @@ def main_dtype(entries: Iterable[TensorEntry]) -> str | None:
     return max(counts, key=lambda dtype: counts[dtype]) if counts else None
 
 
-def quantisation_of(folder: Path) -> Any:
+def quantisation_of(folder: Place) -> Any:
     """What `folder/config.json` says of its weights' quantisation; None when it says nothing."""
     path = folder / CONFIG_NAME
     config = read_json(path, max_bytes=16 << 20) if path.exists() else None

@@ -178,7 +178,7 @@ class HfSource:
     def _read_tensors(self, files: Sequence[str]) -> dict[str, TensorEntry]:
         tensors: dict[str, TensorEntry] = {}
         with FetchAhead(self._reader.ranges(file, 0, _HEADER_BYTES) for file in files) as ahead:
-            for number, file in enumerate(files):
+            for file in files:
                 for name, entry in self._read_file(file).items():
                     if self.index and self.index.get(name) != original_name(file):
                         self.notes.append(f"ignored, not in the index: {name} of {file}")
@@ -186,7 +186,7 @@ class HfSource:
                     if name in tensors:
                         raise DamagedError(f"{self.folder}: tensor {name} is in more than one file")
                     tensors[name] = entry
-                ahead.passed(number)
+                ahead.passed()
         if absent := set(self.index) - set(tensors):
             raise DamagedError(f"{self.folder}: the index names tensors that their files lack: {name_some(absent)}")
         return tensors

@@ -11,6 +11,7 @@ from typing import TypeVar
 from ckptool.core.box import Box
 from ckptool.core.interfaces import Source
 from ckptool.core.tensors import TensorEntry
+from ckptool.storage.fetch_ahead import FetchAhead
 
 Item = TypeVar("Item")
 Out = TypeVar("Out")
@@ -38,14 +39,28 @@ def _cut(box: Box, dim: int, max_elements: int) -> Iterator[Box]:
         yield from _cut(Box(offsets, sizes), dim + 1, max_elements)
 
 
-def read_blocks(source: Source, entry: TensorEntry) -> Iterator[tuple[Box, memoryview]]:
+def read_blocks(
+    source: Source, entry: TensorEntry, ahead: FetchAhead | None = None
+) -> Iterator[tuple[Box, memoryview]]:
     """A tensor's pieces in C order. A piece's bytes are valid until the next one is asked for."""
     max_elements = max(1, BLOCK_BYTES // entry.itemsize_bytes)
     buffer = memoryview(bytearray(min(max_elements, entry.num_elements) * entry.itemsize_bytes))
     for box in blocks(entry.shape, max_elements):
         data = buffer[: box.num_elements * entry.itemsize_bytes]
         source.read_into(entry.fqn, box, data)
+        if ahead is not None:
+            ahead.passed()
         yield box, data
+
+
+def reading_ahead(source: Source, fqns: Iterable[str]) -> FetchAhead:
+    """For `read_blocks` of these tensors, one after another."""
+    entries = (source.manifest.tensors[fqn] for fqn in fqns)
+    return FetchAhead(
+        source.ranges(entry.fqn, box)
+        for entry in entries
+        for box in blocks(entry.shape, max(1, BLOCK_BYTES // entry.itemsize_bytes))
+    )
 
 
 def num_workers() -> int:

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -39,6 +40,10 @@ MIN_BYTES = 256 << 20
 #: Whose import takes the time.
 _SLOW_LIBRARY = "transformers.core_model_loading"
 
+#: Threads that wait for work here, without a lock: those that fetch from stores, and the event loop of their drivers
+#: with the threads that look up names. They stay behind in a fork, and `storage.store` opens drivers anew in it.
+_IDLE_THREADS = ("range", "fsspecIO", "asyncio")
+
 _REPORT_INTERVAL_SECONDS = 0.1
 
 _PR_SET_PDEATHSIG = 1
@@ -51,7 +56,8 @@ class WrongGuess(MismatchError):
 def is_worth_it(num_bytes: int) -> bool:
     """Whether planning will take longer than a moment, the copy too, and a process can be forked for it."""
     is_long = num_bytes >= MIN_BYTES and _SLOW_LIBRARY not in sys.modules
-    return is_long and sys.platform == "linux" and threading.active_count() == 1
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    return is_long and sys.platform == "linux" and all(name.startswith(_IDLE_THREADS) for name in others)
 
 
 def with_head_start(
@@ -94,7 +100,9 @@ def beside(copy: Copy, begin: Callable[[], Progress | None]) -> Iterator[Callabl
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_copy, args=(copy, sender), daemon=True)
-    process.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 on, about threads: see _IDLE_THREADS
+        process.start()
     sender.close()
     outcome: list[Any] = []
     listener = threading.Thread(target=_listen, args=(receiver, begin(), outcome))

@@ -81,17 +81,19 @@ def open_input(path: Place, cast: str | None) -> ModelInput:
 
 
 def weight_bytes(path: Place) -> int:
-    """The size of the safetensors files of a local folder; 0 for anything else."""
-    if not isinstance(path, Path) or not path.is_dir():
+    """The size of the safetensors files of a folder; 0 for anything else."""
+    if not path.is_dir():
         return 0
     return sum(file.stat().st_size for file in path.glob("*.safetensors") if file.is_file())
 
 
 def guess_input(path: Place, cast: str | None) -> ModelInput | None:
-    """What `open_input` most likely comes to for a local folder of plain safetensors, without a look at the model: all
+    """What `open_input` most likely comes to for a folder of plain safetensors, without a look at the model: all
     tensors keep their names. None where that is unlikely, or something is wrong with the folder.
+
+    Of a folder in a store the side files are left out: they are fetched by `open_input`.
     """
-    if not isinstance(path, Path) or not path.is_dir() or is_sharded_folder(path) or not (path / CONFIG_NAME).exists():
+    if not path.is_dir() or is_sharded_folder(path) or not (path / CONFIG_NAME).exists():
         return None
     kind = weight_kind([file.name for file in path.iterdir()])
     try:
@@ -102,7 +104,8 @@ def guess_input(path: Place, cast: str | None) -> ModelInput | None:
         return None
     shapes = {name: entry.shape for name, entry in source.manifest.tensors.items()}
     dtype = main_dtype(source.manifest.tensors.values())
-    return ModelInput(source, keep_names(shapes, cast, ""), dtype, CopiedFiles(path))
+    side = CopiedFiles(path) if isinstance(path, Path) else MadeFiles({})
+    return ModelInput(source, keep_names(shapes, cast, ""), dtype, side)
 
 
 def open_weights(path: Place) -> Stored:

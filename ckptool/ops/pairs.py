@@ -13,6 +13,7 @@ from ckptool.core.interfaces import Source
 from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.ops.blocks import BLOCK_BYTES, blocks
+from ckptool.storage.fetch_ahead import FetchAhead
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,14 @@ def read_pairs(one: Source, other: Source, fqn: str) -> Iterator[tuple[Box, memo
     widths = entry.itemsize_bytes, counterpart.itemsize_bytes
     max_elements = max(1, min(BLOCK_BYTES // max(widths), entry.num_elements))
     first, second = (memoryview(bytearray(max_elements * width)) for width in widths)
-    for box in blocks(entry.shape, max_elements):
-        here, there = first[: box.num_elements * widths[0]], second[: box.num_elements * widths[1]]
-        one.read_into(fqn, box, here)
-        other.read_into(fqn, box, there)
-        yield box, here, there
+    boxes = list(blocks(entry.shape, max_elements))
+    with FetchAhead([*one.ranges(fqn, box), *other.ranges(fqn, box)] for box in boxes) as ahead:
+        for box in boxes:
+            here, there = first[: box.num_elements * widths[0]], second[: box.num_elements * widths[1]]
+            one.read_into(fqn, box, here)
+            other.read_into(fqn, box, there)
+            ahead.passed()
+            yield box, here, there
 
 
 def same_bytes(one: memoryview, other: memoryview) -> bool:

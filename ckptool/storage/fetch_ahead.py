@@ -38,6 +38,10 @@ _REST_BYTES = 64 << 10
 _LEAST_BYTES = 1 << 20
 
 
+#: Of so many reads some would have told of ranges in a store.
+_MAX_LOCAL_READS = 100
+
+
 @dataclass(eq=False)
 class _Block:
     """A range to fetch as one. `last_read` is the number of the last announced read that wants some of it."""
@@ -82,8 +86,8 @@ _room = _Room()
 class FetchAhead:
     """Fetches what a series of reads will want, in their order: `reads` has the ranges of each (of local files none).
 
-    One thread reads, and says `passed(i)` after the i-th read. Several series share the memory evenly. What fails is
-    raised by the read that wants it.
+    One thread reads, and says `passed()` after each read. Several series share the memory evenly. What fails is raised
+    by the read that wants it.
     """
 
     def __init__(self, reads: Iterable[Iterable[StoreRange]]) -> None:
@@ -118,12 +122,14 @@ class FetchAhead:
             block.done.cancel()
         _leave(given_up)
 
-    def passed(self, number: int) -> None:
-        """The read of this number, and those before it, are done."""
-        self._num_passed = number + 1
+    def passed(self, num_reads: int | None = None) -> None:
+        """One more read is done, or so many are in all."""
+        self._num_passed = self._num_passed + 1 if num_reads is None else num_reads
+        if not self.begun and self._next is None:
+            return
         with _room.lock:
-            passed = [block for block in self.begun if block.last_read <= number]
-            self.begun = [block for block in self.begun if block.last_read > number]
+            passed = [block for block in self.begun if block.last_read < self._num_passed]
+            self.begun = [block for block in self.begun if block.last_read >= self._num_passed]
         _leave(passed)
         self._begin()
 
@@ -214,10 +220,17 @@ def _release(block: _Block) -> None:
 
 
 def _joined(reads: Iterable[Iterable[StoreRange]]) -> Iterator[_Block]:
-    """The ranges of all reads in order; those that follow each other in a file as one, cut where that is long."""
+    """The ranges of all reads in order; those that follow each other in a file as one, cut where that is long.
+
+    When the first reads have none the files are local ones, and no more is looked at.
+    """
     block: _Block | None = None
+    has_any = False
     for number, ranges in enumerate(reads):
+        if number == _MAX_LOCAL_READS and not has_any:
+            return
         for store, name, start, end in ranges:
+            has_any = True
             is_next = block is not None and block.store is store and block.name == name
             if block is not None and is_next and block.start <= start <= block.end + _GAP_BYTES:
                 block.end, block.last_read = max(block.end, end), number
@@ -246,5 +259,12 @@ def connections() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(NUM_CONNECTIONS, "range")
 
 
-# Threads stay behind in a fork.
-os.register_at_fork(after_in_child=connections.cache_clear)
+def _begin_anew() -> None:
+    """In a forked process, which has none of the threads, nor what they were fetching."""
+    _room.lock = threading.Lock()
+    _room.held_bytes = 0
+    _room.series.clear()
+    connections.cache_clear()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

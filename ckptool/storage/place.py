@@ -82,14 +82,14 @@ def fetched(folder: Place, names: Iterable[str]) -> Path:
     top.mkdir()
     names, reader = list(names), StoreReader(folder)
     with FetchAhead(reader.ranges(name, 0, RANGE_BYTES) for name in names) as ahead:
-        for number, name in enumerate(names):
+        for name in names:
             target = safe_join(top, name)
             with os_errors(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with open_binary(folder / name, in_order=True) as stream, target.open("wb") as file:
                     while piece := stream.read(_COPY_BYTES):
                         file.write(piece)
-            ahead.passed(number)
+            ahead.passed()
     return top
 
 

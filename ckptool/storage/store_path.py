@@ -181,7 +181,7 @@ class _StreamAhead(_StoreStream):
 
     def readinto(self, buffer: Any) -> int:
         count = super().readinto(buffer)
-        self._ahead.passed(self._position // RANGE_BYTES - 1)
+        self._ahead.passed(self._position // RANGE_BYTES)
         return count
 
     def close(self) -> None:

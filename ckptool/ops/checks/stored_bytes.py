@@ -5,10 +5,11 @@ A file that differs is searched chunk by chunk, so that the finding names tensor
 
 from __future__ import annotations
 
+import contextlib
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckptool.core.box import Box
@@ -22,6 +23,7 @@ from ckptool.ops.blocks import in_threads, num_workers
 from ckptool.ops.checks import next_steps
 from ckptool.storage.digest import digest_file
 from ckptool.storage.digests_file import DIGESTS_FILE, Digests
+from ckptool.storage.fetch_ahead import RANGE_BYTES, FetchAhead, slices
 from ckptool.storage.files import Place, RangeReader, safe_join
 from ckptool.storage.place import range_reader
 from ckptool.storage.read_ahead import read_ahead
@@ -123,11 +125,25 @@ def stored_chunks(manifest: Manifest) -> list[StoredChunk]:
 
 
 def _check_batch(job: _Job, batch: Sequence[str | StoredChunk]) -> list[BytesReport]:
+    files = [_check_file(job, unit) for unit in batch if isinstance(unit, str)]
+    return [*files, *_check_chunks(job, [unit for unit in batch if not isinstance(unit, str)])]
+
+
+def _check_chunks(job: _Job, chunks: Sequence[StoredChunk]) -> list[BytesReport]:
+    reports = []
     reader = range_reader(job.folder)
-    try:
-        return [_check_file(job, unit) if isinstance(unit, str) else _check_chunk(job, reader, unit) for unit in batch]
-    finally:
-        reader.close()
+    wanted = (reader.ranges(chunk.locator.file, chunk.locator.offset, chunk.locator.length) for chunk in chunks)
+    with contextlib.closing(reader), FetchAhead(part for ranges in wanted for part in slices(ranges)) as ahead:
+        num_reads = 0
+        for chunk in chunks:
+
+            def moved(num_bytes: int, first: int = num_reads) -> None:
+                ahead.passed(first + num_bytes // RANGE_BYTES)
+
+            reports.append(_check_chunk(job, reader, chunk, moved))
+            num_reads += -(-chunk.locator.length // RANGE_BYTES)
+            ahead.passed(num_reads)
+    return reports
 
 
 def _check_file(job: _Job, name: str) -> BytesReport:
@@ -145,9 +161,7 @@ def _check_file(job: _Job, name: str) -> BytesReport:
 
 def _explain_file(job: _Job, name: str, actual: str) -> Iterator[Finding]:
     """A file whose digest differs: the chunks at fault, or what else can be said."""
-    reader = range_reader(job.folder)
-    found = [f for chunk in job.chunks_of.get(name, ()) for f in _check_chunk(job, reader, chunk).findings]
-    reader.close()
+    found = [f for report in _check_chunks(job, job.chunks_of.get(name, ())) for f in report.findings]
     if found:
         yield from found
         return
@@ -161,13 +175,14 @@ def _explain_file(job: _Job, name: str, actual: str) -> Iterator[Finding]:
     yield Finding("corrupt", message, file=name, next_step=job.step)
 
 
-def _check_chunk(job: _Job, reader: RangeReader, chunk: StoredChunk) -> BytesReport:
-    """Compare a chunk with the checksums stored in it, and with what the metadata says of it."""
+def _check_chunk(job: _Job, reader: RangeReader, chunk: StoredChunk, moved: Callable[[int], None]) -> BytesReport:
+    """Compare a chunk with the checksums stored in it, and with what the metadata says of it. `moved` is told how many
+    bytes from its start on are done with."""
     if chunk.box is None:
         return _check_object(job, reader, chunk)
     try:
         stored = read_entry(reader, chunk.locator)
-        crc32 = _payload_crc32(job, reader, chunk.locator.file, stored)
+        crc32 = _payload_crc32(job, reader, chunk.locator, stored, moved)
     except (DamagedError, StorageError) as error:
         return BytesReport((_finding(job, chunk, str(error), chunk.locator.offset),))
     if (stored.dtype, stored.shape) != (chunk.dtype, chunk.box.sizes):
@@ -192,14 +207,17 @@ def _finding(job: _Job, chunk: StoredChunk, message: str, offset_bytes: int) -> 
     return Finding("corrupt", text, chunk.fqn, chunk.locator.file, offset_bytes, job.step)
 
 
-def _payload_crc32(job: _Job, reader: RangeReader, file: str, stored: StoredTensor) -> int:
+def _payload_crc32(
+    job: _Job, reader: RangeReader, locator: Locator, stored: StoredTensor, moved: Callable[[int], None]
+) -> int:
     done = 0
 
     def read(buffer: memoryview) -> int:
         nonlocal done
         piece = buffer[: stored.payload_bytes - done]
-        reader.read_into(file, stored.payload_offset + done, piece)
+        reader.read_into(locator.file, stored.payload_offset + done, piece)
         done += len(piece)
+        moved(stored.payload_offset + done - locator.offset)
         return len(piece)
 
     crc32 = 0

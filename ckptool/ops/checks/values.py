@@ -10,11 +10,12 @@ from ckptool.core.findings import Finding
 from ckptool.core.interfaces import Progress, Source
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import DamagedError
-from ckptool.ops.blocks import in_threads, num_workers, read_blocks
+from ckptool.ops.blocks import in_threads, num_workers, read_blocks, reading_ahead
 from ckptool.ops.checks import next_steps
 from ckptool.ops.floats import count_not_finite
 from ckptool.storage.digest import TensorDigest, digest_box
 from ckptool.storage.digests_file import Digests
+from ckptool.storage.fetch_ahead import FetchAhead
 from ckptool.storage.files import Place
 
 
@@ -36,19 +37,19 @@ def check_values(
     workers = min(workers or num_workers(), len(fqns))
 
     def work(share: Sequence[str]) -> list[Finding]:
-        with contextlib.closing(open_source()) as source:
-            return [finding for fqn in share for finding in _check_tensor(source, fqn, checks)]
+        with contextlib.closing(open_source()) as source, reading_ahead(source, share) as ahead:
+            return [finding for fqn in share for finding in _check_tensor(source, fqn, checks, ahead)]
 
     shares = [fqns[start::workers] for start in range(workers)]
     return [finding for found in in_threads(work, shares, workers) for finding in found]
 
 
-def _check_tensor(source: Source, fqn: str, checks: ValueChecks) -> list[Finding]:
+def _check_tensor(source: Source, fqn: str, checks: ValueChecks, ahead: FetchAhead) -> list[Finding]:
     entry = source.manifest.tensors[fqn]
     recorded = checks.digests.tensors.get(fqn) if checks.digests else None
     digest, num_nan, num_inf = TensorDigest(), 0, 0
     try:
-        for box, data in read_blocks(source, entry):
+        for box, data in read_blocks(source, entry, ahead):
             if recorded is not None:
                 digest += digest_box(data, box, entry.shape, entry.itemsize_bytes)
             if checks.finite:
