@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,6 +28,12 @@ SERVER.set_forkserver_preload(
 )
 
 
+def skip_without_gpus(num_ranks: int) -> None:
+    """Skip a test of more ranks than there are GPUs, where TEST_DEVICE=cuda wants one for each."""
+    if os.environ.get("TEST_DEVICE") == "cuda" and num_ranks > torch.cuda.device_count():
+        pytest.skip(f"{num_ranks} ranks need {num_ranks} GPUs, and there are {torch.cuda.device_count()}")
+
+
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit_seconds: float = 120.0) -> list[Any]:
     """Call `function(rank, *args)` on every rank, with gloo as default process group; return the results in rank order.
 
@@ -34,6 +41,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit_s
     traceback of the first rank that failed, and TimeoutError when the ranks are not done after `limit_seconds`. A rank
     that ended itself with exit code 0 (a test's stand-in for a lost machine) gives None.
     """
+    skip_without_gpus(world_size)
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         ranks = [

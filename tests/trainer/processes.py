@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tests.spawn import SERVER
+from tests.spawn import SERVER, skip_without_gpus
 from tests.trainer import mortal
 from trainer import cli
 
@@ -64,6 +64,7 @@ def start_ranks(
     environment: Mapping[str, str] | None = None,
 ) -> list[RankProcess]:
     """Start `python -m trainer ARGUMENTS` on so many ranks; `fault` is what `mortal.arm` takes."""
+    skip_without_gpus(num_ranks)
     common = {
         **(environment or {}),
         "WORLD_SIZE": str(num_ranks),

@@ -11,7 +11,7 @@ import pytest
 import ckptool
 from ckptool.ops.data_verify import verify_position
 from tests.trainer.processes import start_ranks
-from tests.trainer.tiny import surviving_samples
+from tests.trainer.tiny import DEVICE, at_most, surviving_samples
 
 BATCH = 6
 
@@ -20,7 +20,7 @@ def arguments(root: Path, steps: int) -> list[str]:
     """A run that is nearly always inside a save."""
     options = {"--init-from": "base", "--root": root, "--data": root / "text", "--steps": steps, "--save-every": 1}
     options |= {"--seq-len": 16, "--global-batch-size": BATCH, "--micro-batch-size": 2, "--keep-last": 2}
-    options |= {"--warmup-steps": 0, "--schedule": "constant", "--device": "cpu"}
+    options |= {"--warmup-steps": 0, "--schedule": "constant", "--device": DEVICE}
     return [*(str(part) for pair in options.items() for part in pair), "--async-save", "--log-samples"]
 
 
@@ -49,8 +49,8 @@ def kill_while_saving(root: Path, num_ranks: int, steps: int, delay_s: float) ->
 
 
 def check_every_sample_once(root: Path, steps: int) -> None:
-    last = start_ranks(2, root, arguments(root, steps))
-    assert [rank.wait() for rank in last] == [0, 0], last[0].said
+    last = start_ranks(at_most(2), root, arguments(root, steps))
+    assert not any(rank.wait() for rank in last), last[0].said
     assert surviving_samples(root) == list(range(steps * BATCH))
     assert newest_step(root) == steps
     assert verify_position(f"step-{steps}", root=root, replay=True).details["replayed"]
@@ -61,8 +61,8 @@ def check_every_sample_once(root: Path, steps: int) -> None:
 
 def test_killed_inside_async_saves_every_sample_is_trained_once(pristine, tmp_path):
     root = Path(shutil.copytree(pristine, tmp_path / "root"))
-    kill_while_saving(root, 2, 8, delay_s=0)
-    kill_while_saving(root, 3, 8, delay_s=0.15)
+    kill_while_saving(root, at_most(2), 8, delay_s=0)
+    kill_while_saving(root, at_most(3), 8, delay_s=0.15)
     check_every_sample_once(root, 8)
 
 
@@ -72,5 +72,5 @@ def test_killed_at_many_moments_every_sample_is_trained_once(pristine, tmp_path,
     root = Path(shutil.copytree(pristine, tmp_path / "root"))
     moment = random.Random(seed)
     for _ in range(12):
-        kill_while_saving(root, moment.choice([1, 2, 3]), 60, delay_s=moment.choice([0, 0.01, 0.05, 0.2, 0.6]))
+        kill_while_saving(root, at_most(moment.choice([1, 2, 3])), 60, delay_s=moment.choice([0, 0.01, 0.05, 0.2, 0.6]))
     check_every_sample_once(root, 60)

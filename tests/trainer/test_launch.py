@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 import trainer
+from tests.spawn import skip_without_gpus
 from tests.trainer.test_exactly_once import write_config
-from tests.trainer.tiny import read_lines, surviving_samples
+from tests.trainer.tiny import DEVICE, read_lines, surviving_samples
 from trainer.cli import command
 
 LAUNCH = Path(trainer.__file__).parents[1] / "docs" / "howto" / "launch"
@@ -51,17 +52,22 @@ def test_the_kubernetes_file_is_a_service_and_a_job_that_fit_together():
     assert int(torchrun["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
 
 
-def start_nodes(config: Path, port: int, *options: list[str]) -> list[subprocess.Popen]:
-    """Two torchrun agents of one rank each, the trainer's further options by node."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
-    agent += ["--rdzv-conf", "is_host={},join_timeout=60", "-m", "trainer", "--config", str(config)]
+def start_nodes(config: Path, port: int, *options: list[str], elastic: list[str] | None = None) -> list:
+    """Two torchrun agents of one rank each, the trainer's further options by node; `elastic` are torchrun's."""
+    skip_without_gpus(2)
     return [
         subprocess.Popen(
-            [word.format(int(node == 0)) if word.startswith("is_host") else word for word in agent] + extra,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [
+                *(sys.executable, "-m", "torch.distributed.run", *(elastic or ["--nnodes", "2"])),
+                *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+                *("--rdzv-id", "test", "--rdzv-conf", f"is_host={int(node == 0)},join_timeout=60,last_call_timeout=1"),
+                *("-m", "trainer", "--config", str(config), *extra),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}
+            | ({"CUDA_VISIBLE_DEVICES": str(node)} if DEVICE == "cuda" else {}),
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         for node, extra in enumerate(options)
     ]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import ckptool
 from ckptool import MismatchError, UsageError
 from tests.trainer.test_exactly_once import run_on
-from tests.trainer.tiny import make_base, read_lines, run, surviving_samples, tiny_config
+from tests.trainer.tiny import at_most, make_base, read_lines, run, surviving_samples, tiny_config
 from trainer import checkpoint, parallel
 from trainer.build import build_state
 from trainer.metrics import Log
@@ -23,17 +23,17 @@ PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @pytest.fixture(scope="module")
 def adapted(pristine, tmp_path_factory):
-    """A root where an adapter was trained: 2 steps on 2 ranks, 2 on one, 2 on 3."""
+    """A root where an adapter was trained: 2 steps on 2 ranks, 2 on one, 2 on 3 (or as many as there are GPUs)."""
     root = shutil.copytree(pristine, tmp_path_factory.mktemp("adapted") / "root")
-    run_on(2, root, steps=2, **LORA)
+    run_on(at_most(2), root, steps=2, **LORA)
     run(root, steps=4, **LORA)
-    run_on(3, root, steps=6, **LORA)
+    run_on(at_most(3), root, steps=6, **LORA)
     return root
 
 
 def test_an_adapter_goes_on_on_any_world_size_as_if_never_interrupted(adapted, root):
     lines = read_lines(adapted / "metrics.jsonl")
-    assert [line["world_size"] for line in lines] == [2, 2, 1, 1, 3, 3]
+    assert [line["world_size"] for line in lines] == [at_most(ranks) for ranks in (2, 2, 1, 1, 3, 3)]
     assert surviving_samples(adapted) == list(range(36))
     whole = run(root, steps=6, **LORA)
     for line, one in zip(lines, whole, strict=True):

@@ -7,6 +7,7 @@ import sys
 import time
 
 import ckptool
+from tests.spawn import skip_without_gpus
 from tests.trainer.processes import start_ranks, wait_for_step
 from tests.trainer.test_exactly_once import write_config
 from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
@@ -86,6 +87,7 @@ def test_minutes_between_checkpoints(root):
 
 def test_torchrun_starts_the_ranks_again_they_resume_and_it_hands_a_signal_on(root):
     """Rank 1 dies once, after step 4. A run that began with --resume never goes on from step 3 all the same."""
+    skip_without_gpus(2)
     config = write_config(root, steps=STEPS, save_every=3)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", "--monitor-interval", "0.1", "-m", "tests.trainer.mortal", "dies", "1", "4"]

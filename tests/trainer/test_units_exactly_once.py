@@ -10,7 +10,7 @@ import transformers
 
 from ckptool import DataPosition
 from tests.spawn import run_ranks
-from tests.trainer.tiny import make_tokenizer, read_lines, surviving_samples, tiny_config
+from tests.trainer.tiny import at_most, make_tokenizer, read_lines, surviving_samples, tiny_config
 from trainer.data import TrainingData, prepare
 from trainer.train import train
 from trainer.units import IGNORED
@@ -136,14 +136,14 @@ def train_on_rank(rank, root, changes):
 @pytest.mark.parametrize("unit", ["pack", "document"])
 def test_three_ranks_train_rows_of_any_fill_as_one(pristine, tmp_path, unit):
     """5 units on 3 ranks, batches of 1: the ranks have 2, 2 and 1 of them, and as many labels as fall to each."""
-    lines = {}
-    for world_size in (1, 3):
+    lines = []
+    for world_size in (1, max(2, at_most(3))):
         root = shutil.copytree(pristine, tmp_path / str(world_size))
         changes = {"unit": unit, "seq_len": 100, "global_batch_size": 5, "micro_batch_size": 1}
         run_ranks(world_size, train_on_rank, root, changes)
         assert surviving_samples(root) == list(range(20))
-        lines[world_size] = read_lines(root / "metrics.jsonl")
-    for one, three in zip(lines[1], lines[3], strict=True):
+        lines.append(read_lines(root / "metrics.jsonl"))
+    for one, three in zip(*lines, strict=True):
         assert three["tokens"] == one["tokens"] < 500
         assert three["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert three["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)

@@ -9,7 +9,7 @@ import torch
 from ckptool import UsageError
 from tests.trainer.processes import start_ranks
 from tests.trainer.test_exactly_once import write_config
-from tests.trainer.tiny import make_data, run, tiny_config
+from tests.trainer.tiny import at_most, make_data, run, tiny_config
 from trainer.config import parse_profile
 from trainer.profiling import covered, kind_of
 from trainer.stopwatch import PHASES, Stopwatch
@@ -42,11 +42,12 @@ def test_a_rank_that_is_slow_alone_is_named_with_its_host():
 
 def test_a_rank_that_sleeps_is_named_while_training(root):
     config = write_config(root, steps=3)
-    ranks = start_ranks(3, root, ["--config", str(config), "--log-every", "1"], ("sleeps", 2, 0))
-    assert [rank.wait() for rank in ranks] == [0, 0, 0]
+    last = max(2, at_most(3)) - 1
+    ranks = start_ranks(last + 1, root, ["--config", str(config), "--log-every", "1"], ("sleeps", last, 0))
+    assert not any(rank.wait() for rank in ranks)
     slow = [line for line in ranks[0].said.splitlines() if "data took" in line]
     assert len(slow) == 3
-    assert all(line.startswith("slow: rank 2 on ") for line in slow)
+    assert all(line.startswith(f"slow: rank {last} on ") for line in slow)
 
 
 def test_small_differences_are_no_news():
