@@ -69,9 +69,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The coordinate along the mesh axes that split the parameter; copies have the same."""
+    """The coordinate along the mesh axes that split the parameter; copies have the same. Without a mesh that of the
+    only shard, so that a rank alone rounds in the same way with FSDP2 and without."""
     if not isinstance(parameter, DTensor):
-        return ()
+        return (0,)
     coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or []
     pairs = zip(coordinate, parameter.placements, strict=True)
     return tuple(place for place, placement in pairs if not isinstance(placement, Replicate))

@@ -1,16 +1,10 @@
 """The sharded model is the eager one: ties (field report 4), buffers (5), names, gradients."""
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.fsdp import fully_shard
 
-import ckptool
 from ckptool import NotFoundError, UnsupportedError
 from tests.trainer.tiny import run, tiny_config
 from trainer import checkpoint, parallel
@@ -113,24 +107,6 @@ def test_a_step_equals_plain_pytorch_on_the_same_windows(root):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_one_rank_that_does_without_fsdp_trains_bit_for_bit_as_with_it(root, tmp_path, monkeypatch, dtype):
-    """Weights in the dtype they are computed with, and one micro-step."""
-    other = Path(shutil.copytree(root, tmp_path / "other"))
-    settings = {"steps": 4, "global_batch_size": 2, "param_dtype": dtype, "compute_dtype": dtype}
-    alone = run(root, **settings)
-    sharded_modules = []
-    monkeypatch.setattr(parallel, "gains_nothing_from_sharding", lambda *_: False)
-    monkeypatch.setattr(parallel, "fully_shard", lambda *a, **kw: sharded_modules.append(fully_shard(*a, **kw)))
-    sharded = run(other, **settings)
-    assert sharded_modules
-    assert [(line["loss"], line["grad_norm"]) for line in alone] == [(s["loss"], s["grad_norm"]) for s in sharded]
-    one, two = (ckptool.open_checkpoint(place / "step-4") for place in (root, other))
-    assert one.tensors == two.tensors
-    digests = [json.loads((place / "step-4" / "digests.json").read_text()) for place in (root, other)]
-    assert digests[0]["tensors"] == digests[1]["tensors"]
 
 
 def test_a_folder_without_a_config_is_named(tmp_path):

@@ -4,9 +4,12 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptool
 from ckptool import UsageError
+from tests.spawn import run_ranks
 from tests.trainer.tiny import run
 from trainer.rounding import RoundedAdamW, round_by_chance
 
@@ -33,6 +36,28 @@ def test_small_updates_that_nearest_rounding_loses_arrive():
         optimizer.step()
     assert weight.float().mean().item() == pytest.approx(1 - 10 * 1e-4, abs=3e-4)
     assert weight.float().mean().item() < 1
+
+
+def rounded_on_two_ranks(rank):
+    """This rank's rounding of a weight that both have, and of its half of one that they share."""
+    mesh = init_device_mesh("cpu", (2,))
+    weights = []
+    for placement in (Replicate(), Shard(0)):
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(64, dtype=torch.bfloat16), mesh, [placement]))
+        optimizer = RoundedAdamW([weight], 0, lr=1e-3)
+        moments = {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[weight] = {"step": torch.zeros(()), **moments}
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        weights.append(weight.to_local().tolist())
+    return weights
+
+
+def test_copies_are_rounded_alike_and_shards_each_in_its_own_way():
+    (copy, half), (other_copy, other_half) = run_ranks(2, rounded_on_two_ranks)
+    assert copy == other_copy
+    assert half != other_half
+    assert len(set(half)) == 2
 
 
 def test_a_resumed_run_rounds_as_it_would_have(root, tmp_path):
