@@ -47,8 +47,8 @@ class MemoryAdvice:
     def _ways_out(self) -> list[str]:
         """What still can be changed, in the order of docs/howto/train.md; each with its need if made alone."""
         config, ways = self.config, []
-        if config.micro_batch_size > 1:
-            half = replace(config, micro_batch_size=config.micro_batch_size // 2)
+        half = replace(config, micro_batch_size=config.micro_batch_size // 2)
+        if half.micro_batch_size and self._is_less(half):
             need = self._estimated(half, ": {}")
             ways.append(f"--micro-batch-size {half.micro_batch_size} (the same training, more micro-steps{need})")
         if config.activation_checkpointing == "none":
@@ -69,11 +69,21 @@ class MemoryAdvice:
 
     def _estimated(self, config: TrainConfig, text: str) -> str:
         """`text` with the gigabytes that a rank needs filled in; nothing where there is no estimate."""
+        need = self._needed_bytes(config)
+        if need is None:
+            return ""
+        return text.format(f"{need / 1e9:.2g} GB" if need < 1e10 else f"{need / 1e9:.0f} GB")
+
+    def _is_less(self, config: TrainConfig) -> bool:
+        """False when `config` needs no less than now: the second micro-step keeps all gradients in fp32."""
+        now, then = self._needed_bytes(self.config), self._needed_bytes(config)
+        return now is None or then is None or then < now
+
+    def _needed_bytes(self, config: TrainConfig) -> int | None:
         way = self._estimate(config)
         if way is None:
-            return ""
-        num_bytes = way["needed_bytes"] if self.device.type == "cuda" else way["peak_bytes"]
-        return text.format(f"{num_bytes / 1e9:.2g} GB" if num_bytes < 1e10 else f"{num_bytes / 1e9:.0f} GB")
+            return None
+        return way["needed_bytes"] if self.device.type == "cuda" else way["peak_bytes"]
 
     def _fewest_ranks(self) -> int | None:
         """The smallest number of GPUs of this size that the run fits into as it is, when it is more than now."""

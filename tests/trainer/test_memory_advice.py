@@ -46,6 +46,15 @@ def test_it_says_what_to_change_in_order_and_what_each_would_need(pristine):
     assert all(0 < need[0] < now for need in needs if need)
 
 
+def test_smaller_micro_batches_are_no_way_out_where_a_second_one_costs_more_than_it_saves(pristine):
+    """Alone, with the whole batch at once: then gradients of all weights would be added up in fp32."""
+    settings = {"param_dtype": "bf16", "compute_dtype": "bf16", "micro_batch_size": 2, "global_batch_size": 2}
+    error = run_out(tiny_config(pristine, **settings, seq_len=4, loss="plain"), pristine / "base" / "hf")
+    assert error.hint.startswith("--activation-checkpointing block")
+    error = run_out(tiny_config(pristine, **settings, seq_len=512), pristine / "base" / "hf")
+    assert error.hint.startswith("--micro-batch-size 1")
+
+
 @pytest.mark.parametrize("changes", [{"lora_rank": 4}, {"param_dtype": "keep"}])
 def test_what_no_estimate_is_made_for_has_no_numbers(pristine, changes):
     error = run_out(tiny_config(pristine, **changes), pristine / "base" / "hf")
