@@ -148,7 +148,8 @@ def shard(
     optimizer are on the host, and a block's weights come to the device when it runs.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    # Pinned memory is a thing of GPUs; on a CPU offloading moves nothing.
+    offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
     for module in [*blocks, model]:
         fully_shard(module, mesh=ranks.data_mesh, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
