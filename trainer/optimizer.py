@@ -34,8 +34,10 @@ def build_optimizer(
         optimizer = RoundedAdamW(groups, rounding_seed, lr=lr, betas=_BETAS)
     dtype = None if rounding_seed is None else torch.float32
     for parameter in parameters.values():
+        # RoundedAdamW reads the number of steps on the host, where it costs no wait for the GPU.
+        where = parameter.device if rounding_seed is None else torch.device("cpu")
         optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "step": torch.zeros((), dtype=torch.float32, device=where),
             "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
             "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
         }

@@ -127,7 +127,11 @@ def run_steps(run: Run) -> None:
             # A step of conversations may hold no trained label at all; its loss is 0.
             num_tokens = max(1, sum(ranks.gather_data(sum(batch.num_trained() for batch in batches))))
             loss, fed = forward_backward(ranks, state, batches, num_tokens)
-            grad_norm = clip_gradients(state, config.grad_clip).item()
+            norm = clip_gradients(state, config.grad_clip)
+            # The one place where a step waits for the GPU: what follows is begun while it still updates the weights.
+            is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
+            mean_loss, must_stop, must_save = ranks.sum(loss, bool(run.stop.received), is_late)
+            grad_norm = norm.item()
         with watch.phase_of("optimizer"):
             saves.before_update()
             num_skipped = 0 if math.isfinite(grad_norm) else num_skipped + 1
@@ -138,8 +142,6 @@ def run_steps(run: Run) -> None:
             state.step += 1
             state.fed = state.fed.plus((g, state.position.unit(g)) for g in fed)
             state.position = state.position.advance()
-            is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
-            mean_loss, must_stop, must_save = ranks.sum(loss, bool(run.stop.received), is_late)
         step_seconds = time.perf_counter() - began
         profile.after(state.step)
         eval_loss = None

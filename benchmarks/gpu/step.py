@@ -330,9 +330,11 @@ def torchtitan(setting: dict[str, Any], device: str, seq_len: int) -> tuple[Call
         del logits
         loss.backward()
         utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
+        # Its own loop waits for the loss in the steps that it logs only: here too nothing waits for the update.
+        found = loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        return found
 
     return step, model
 
@@ -385,11 +387,13 @@ def trainer_state(
     def step() -> float:
         inputs, labels = next(batches)
         loss, _ = forward_backward(ranks, state, [MicroBatch((), inputs, labels)], labels.numel() * ranks.world_size)
-        clip_gradients(state, config.grad_clip).item()
+        norm = clip_gradients(state, config.grad_clip)
+        (mean_loss,) = ranks.sum(loss)
+        norm.item()
         before_update()
         state.optimizer.step()
         state.optimizer.zero_grad()
-        return ranks.sum(loss)[0]
+        return mean_loss
 
     return step, state
 

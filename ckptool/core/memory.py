@@ -1,7 +1,7 @@
 """How much memory of a GPU a training step needs: arithmetic over a model's sizes, without the model.
 
-It describes what trainer/ does: FSDP2 on every block and then on the rest (the root), gradients summed in fp32, AdamW,
-sdpa attention, cross entropy in fp32. A step has four moments at which it may need the most. Gradients are made while
+It describes what trainer/ does: FSDP2 on every block and then on the rest (the root), but for a rank alone that would gain
+nothing from it; gradients summed in fp32, AdamW, sdpa attention, cross entropy in fp32. A step has four moments at which it may need the most. Gradients are made while
 activations are given back, so the parts are not all there at once:
 
 * the loss: all activations, and the logits several times over; no gradients yet
@@ -119,7 +119,8 @@ class Memory:
 
 
 def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> Memory:
-    """A step with FSDP2 over `num_shards` ranks; `checkpointing` is one of CHECKPOINTING.
+    """A step with FSDP2 over `num_shards` ranks, or without where the trainer does without (`is_sharded`);
+    `checkpointing` is one of CHECKPOINTING.
 
     Of a block that runs, a rank holds the whole weights, in the backward pass those of the next one too, the whole
     gradients, and the fp32 copy of the last block's that is being summed. The root's weights stay whole all the time.
