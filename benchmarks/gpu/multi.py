@@ -206,20 +206,29 @@ def train_reference(host: Host) -> None:
 
 
 def save_beside_training(host: Host) -> None:
-    """A save every 20 steps, as `--async-save` does it: what it costs the training, and when it is durable."""
-    root = host.work / "saves"
-    host.train(root, host.num_ranks, 20 * NUM_SAVES + 2, save_every=20)
+    """A save every 20 steps, as `--async-save` does it: what it costs the training, and when it is durable.
+
+    `seconds_lost` adds up 20 steps' differences from the usual one, so it also has what a GPU's clock does meanwhile:
+    next to it is its standard deviation if the steps between saves varied by chance alone.
+    """
+    root, between = host.work / "saves", 20
+    host.train(root, host.num_ranks, between * NUM_SAVES + 2, save_every=between)
     lines = read_lines(root / "metrics.jsonl")
-    usual = statistics.median(line["step_seconds"] for line in lines[WARMUP_STEPS:])
+    seconds = [line["step_seconds"] for line in lines]
+    usual = statistics.median(seconds[WARMUP_STEPS:])
+    # The second half of each stretch, when the save before it is durable.
+    quiet = [x for step, x in enumerate(seconds, start=1) if step > between and step % between > between // 2]
+    deviation = statistics.stdev(quiet) * between**0.5
     for number in range(1, NUM_SAVES + 1):
-        at = 20 * number
+        at = between * number
         # The step of the save waits for the snapshot; the steps after it may be slower until it is durable.
-        slower = sum(line["step_seconds"] - usual for line in lines[at : at + 20])
-        durable = [line["checkpoint_seconds"] for line in lines[at - 1 : at + 20] if line["checkpoint_seconds"]]
+        slower = sum(x - usual for x in seconds[at : at + between])
+        durable = [line["checkpoint_seconds"] for line in lines[at - 1 : at + between] if line["checkpoint_seconds"]]
         host.note(
             "saves",
             f"save {number} of {NUM_SAVES}",
             seconds_lost=round(lines[at - 1]["checkpoint_stall_seconds"] + slower, 3),
+            standard_deviation=round(deviation, 3),
             seconds_until_durable=durable[:1],
             seconds_of_a_step=round(usual, 3),
         )
