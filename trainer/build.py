@@ -29,7 +29,7 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     dtype = checkpoint.param_dtype(config.param_dtype, origin)
     if config.stochastic_rounding and dtype != torch.bfloat16:
         raise UsageError("--stochastic-rounding is for bf16 weights", hint="--param-dtype bf16")
-    adapter, computed = Adapter.of(config), compute_dtype(config.compute_dtype, ranks.device)
+    adapter, computed = Adapter.of(config, origin.adapter), compute_dtype(config.compute_dtype, ranks.device)
     # Weights that are not trained are kept in the dtype that they are computed with anyway.
     model = build_meta_model(
         origin.hf_folder, computed if adapter else dtype, tie_embeddings=not origin.provenance.untied

@@ -142,7 +142,8 @@ def find_origin(config: TrainConfig) -> Origin:
 
 def _adapter_of(config: TrainConfig, origin: Origin) -> Adapter | None:
     """The adapter to train. Raises MismatchError when the origin has one and the options not, or the other way."""
-    adapter, stored = Adapter.of(config), origin.provenance.adapter
+    stored = origin.provenance.adapter
+    adapter = Adapter.of(config, stored)
     if adapter is None:
         if not stored:
             return None
@@ -167,7 +168,7 @@ def _base_of(adapter: Adapter, config: TrainConfig, origin: Origin) -> Place:
     stored = origin.provenance.adapter
     if not origin.is_resume:
         if stored:
-            adapter.check_imported(stored, origin.path)
+            adapter.check_same(stored, origin.path)
         return origin.path
     adapter.check_same(stored, origin.path)
     base = _resolve(config.init_from or str(stored.get("base")), config)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -23,25 +24,36 @@ from trainer.model import named_parameters
 _NAMES = (".lora_A.weight", ".lora_B.weight")
 
 
+#: What peft's settings say of layers that differ from the others: in rank, in alpha, in what alpha is divided by.
+_UNEVEN = ("rank_pattern", "alpha_pattern", "use_rslora")
+
+
 @dataclass(frozen=True)
 class Adapter:
-    """Two matrices of `rank` rows or columns beside each layer in `targets`; the product is scaled by alpha / rank."""
+    """Two matrices of `rank` rows or columns beside each layer in `targets`; the product is scaled by alpha / rank.
+
+    `imported` is not empty for an adapter of peft's with settings in `_UNEVEN`: all that its own config says.
+    """
 
     rank: int
     alpha: float
     targets: str
+    imported: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Adapter | None:
-        """What the options ask for; None when all weights are to be trained."""
+    def of(cls, config: TrainConfig, stored: Mapping[str, Any]) -> Adapter | None:
+        """What the options ask for, to go on with what is `stored`; None when all weights are to be trained."""
         if not config.lora_rank:
             return None
-        return cls(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets)
+        theirs = stored.get("config", {})
+        imported = theirs if any(theirs.get(key) for key in _UNEVEN) else {}
+        return cls(config.lora_rank, config.lora_alpha or 2.0 * config.lora_rank, config.lora_targets, imported)
 
     def record(self, base: Place) -> dict[str, Any]:
         """What a checkpoint's provenance says of it: the numbers, and which weights it belongs to."""
         return {
             **{"type": "lora", "rank": self.rank, "alpha": self.alpha, "targets": self.targets},
+            **({"config": dict(self.imported)} if self.imported else {}),
             **{"base": base.name, "base_digest": ckptool.weights_digest(base)},
         }
 
@@ -57,16 +69,6 @@ class Adapter:
                 hint=f"--lora-rank {stored.get('rank')} --lora-alpha {stored.get('alpha')} "
                 f"--lora-targets {stored.get('targets')}",
             )
-
-    def check_imported(self, stored: dict[str, Any], where: Place) -> None:
-        """Raises MismatchError when an adapter that peft made is another one than this, UnsupportedError when layers
-        differ in more than their sizes."""
-        own = [key for key in ("use_rslora", "rank_pattern", "alpha_pattern") if stored["config"].get(key)]
-        if own:
-            raise UnsupportedError(
-                f"the adapter in {where} has {', '.join(own)}, and here every layer has the same rank and alpha / rank"
-            )
-        self.check_same(stored, where)
 
     def check_base(self, stored: dict[str, Any], base: Place) -> None:
         """Raises MismatchError when `base` holds other weights than those that the adapter was trained on."""
@@ -104,6 +106,7 @@ def add_adapter(model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype) ->
         lora_alpha=cast(int, adapter.alpha),  # peft only divides by the rank
         target_modules=targets,
         task_type="CAUSAL_LM",
+        **{key: adapter.imported[key] for key in _UNEVEN if adapter.imported.get(key)},
     )
     try:
         peft.inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)

@@ -163,6 +163,41 @@ def test_an_imported_adapter_is_where_training_begins(imported, tmp_path):
     assert merged.keys() == plain.keys()
 
 
+UNEVEN = {"rank_pattern": {"down_proj": 2}, "alpha_pattern": {"layers.1.self_attn.q_proj": 20}, "use_rslora": True}
+
+
+def test_an_imported_adapter_of_uneven_layers_is_trained_with_peft_s_numbers(imported, tmp_path):
+    """Ranks and alphas of some layers' own, divided by the root of the rank."""
+    root = shutil.copytree(imported, tmp_path / "root")
+    torch.manual_seed(2)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=list(PARTS), init_lora_weights=False, **UNEVEN)
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(root / "hub"), settings)
+    theirs.save_pretrained(root / "uneven-peft")
+    ckptool.import_hf(str(root / "hub"), "uneven", root=root, adapter=str(root / "uneven-peft"))
+    tokens = torch.arange(40).view(2, 20) * 6
+    expected = theirs.float().eval()(input_ids=tokens).logits.detach()
+    run(root, steps=1, init_from="uneven", **LORA | {"lr": 1e-30})
+    ckptool.export("step-1", root=root, adapter="folder", out=tmp_path / "out")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    plain = load(root / "hub", dtype=torch.float32).eval()
+    again = peft.PeftModel.from_pretrained(plain, tmp_path / "out").eval()
+    assert torch.allclose(again(input_ids=tokens).logits, expected, atol=1e-5)
+
+    run(root, steps=3, init_from="uneven", **LORA)  # goes on with step-1
+    assert ckptool.open_checkpoint(root / "step-3").provenance.adapter["config"]["rank_pattern"] == {"down_proj": 2}
+    with parallel.joined_ranks("cpu") as ranks:
+        config = tiny_config(root, steps=4, init_from="uneven", **LORA)
+        origin = checkpoint.find_origin(config)
+        position = ckptool.DataPosition.from_json((root / "step-3" / "data_position.json").read_text(), "step-3")
+        state = build_state(config, ranks, origin, position)
+        checkpoint.resume(state, origin, Log(root, rank=0))
+        trained = state.model.eval()(input_ids=tokens).logits.detach()
+    assert (trained - expected).abs().max() > 1e-2
+    ckptool.export("step-3", root=root, adapter="merge", out=tmp_path / "merged")
+    merged = load(tmp_path / "merged", dtype=torch.float32).eval()  # rounded to the base's bf16
+    assert torch.allclose(merged(input_ids=tokens).logits, trained, atol=3e-2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
