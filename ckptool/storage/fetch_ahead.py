@@ -76,7 +76,6 @@ class _Room:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     held_bytes: int = 0
-    most_bytes: int = 0
     series: list[FetchAhead] = field(default_factory=list)
 
 
@@ -144,7 +143,6 @@ class FetchAhead:
                     self._next = block
                     return
                 _room.held_bytes += block.room_bytes
-                _room.most_bytes = max(_room.most_bytes, _room.held_bytes)
                 block.make_room()
                 block.done = connections().submit(self._fetch, block)
                 self.begun.append(block)

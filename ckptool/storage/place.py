@@ -81,7 +81,10 @@ def fetched(folder: Place, names: Iterable[str]) -> Path:
     top = Path(scratch.name, folder.name or "files")
     top.mkdir()
     names, reader = list(names), StoreReader(folder)
-    with FetchAhead(reader.ranges(name, 0, RANGE_BYTES) for name in names) as ahead:
+    sizes = [(folder / name).stat().st_size for name in names]
+    # Longer files see to it themselves.
+    small = (name if num_bytes <= RANGE_BYTES else "" for name, num_bytes in zip(names, sizes, strict=True))
+    with FetchAhead(reader.ranges(name, 0, RANGE_BYTES) if name else () for name in small) as ahead:
         for name in names:
             target = safe_join(top, name)
             with os_errors(target):
