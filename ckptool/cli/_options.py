@@ -125,6 +125,12 @@ def root_choice(root: Place | None, root_option: Place | None) -> Place | None:
     return root or root_option
 
 
+work_dir_option = click.option(
+    "--work-dir",
+    type=_FOLDER,
+    help="Where metrics.jsonl is, if not in the root: the trainer's --work-dir.",
+)
+
 dtype_option = click.option(
     "--dtype",
     type=click.Choice(["keep", *DTYPE_OPTIONS]),

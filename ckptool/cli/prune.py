@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptool.cli._options import dry_run_option, output_options, root_choice, root_choices
+from ckptool.cli._options import dry_run_option, output_options, root_choice, root_choices, work_dir_option
 from ckptool.cli._output import line, message, show, size
 from ckptool.core.plan import Result
 from ckptool.errors import UsageError
@@ -48,6 +48,7 @@ class Duration(click.ParamType):
     default=None,
     help="Keep the K with the best value in metrics.jsonl; min, the lowest, is the default: loss 2, accuracy:max 2.",
 )
+@work_dir_option
 @click.option("--stale", is_flag=True, help="Also remove incomplete checkpoints, and what dead writers left.")
 @click.option("--yes", "-y", is_flag=True, help="Don't ask. Needed where there is no terminal to ask on.")
 @dry_run_option
@@ -60,6 +61,7 @@ def command(
     keep_every: int | None,
     keep_within: float | None,
     keep_best: tuple[str, int] | None,
+    work_dir: Place | None,
     stale: bool,
     yes: bool,
     dry_run: bool,
@@ -85,6 +87,7 @@ def command(
         keep_every=keep_every or 0,
         keep_within_seconds=keep_within or 0.0,
         keep_best=_best(keep_best),
+        work_dir=work_dir,
         stale=stale,
         confirm=confirm,
     )

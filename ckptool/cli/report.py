@@ -6,10 +6,18 @@ from pathlib import Path
 
 import click
 
-from ckptool.cli._options import complete_path, name_argument, output_options, overwrite_option, root_option
+from ckptool.cli._options import (
+    complete_path,
+    name_argument,
+    output_options,
+    overwrite_option,
+    root_option,
+    work_dir_option,
+)
 from ckptool.cli._output import line, show, size
 from ckptool.cli._progress import counter_on_stderr
 from ckptool.core.plan import Result
+from ckptool.storage.files import Place
 
 
 @click.command("report", short_help="Write one page of charts about a run and a checkpoint.")
@@ -38,6 +46,7 @@ from ckptool.core.plan import Result
 @click.option("--values/--no-values", default=True, show_default=True, help="Read the tensors for their statistics.")
 @overwrite_option
 @root_option
+@work_dir_option
 @output_options
 def command(
     *,
@@ -48,7 +57,8 @@ def command(
     level: str,
     values: bool,
     overwrite: bool,
-    root: Path | None,
+    root: Place | None,
+    work_dir: Place | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -65,6 +75,7 @@ def command(
             out=out,
             against=against,
             root=root,
+            work_dir=work_dir,
             keys=keys,
             level=level,
             values=values,

@@ -6,15 +6,15 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
-from ckptool.cli._options import output_options, root_choice, root_choices
+from ckptool.cli._options import output_options, root_choice, root_choices, work_dir_option
 from ckptool.cli._output import console, duration, line, show, size
 from ckptool.core.plan import Result
 from ckptool.core.text import one_line
+from ckptool.storage.files import Place
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 60
@@ -34,14 +34,16 @@ _CURVE_WIDTH = 60
 @click.option(
     "--once", is_flag=True, help="Show one picture and end, as is done anyway when the output is no terminal."
 )
+@work_dir_option
 @output_options
 def command(
     *,
-    root: Path | None,
-    root_option: Path | None,
+    root: Place | None,
+    root_option: Place | None,
     steps: int | None,
     interval: float,
     once: bool,
+    work_dir: Place | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -51,7 +53,7 @@ def command(
     """
     from ckptool.ops.top import Watch
 
-    watch = Watch(root_choice(root, root_option), steps)
+    watch = Watch(root_choice(root, root_option), steps, work_dir)
     if not (once or as_json or quiet) and sys.stdout.isatty():
         _show_live(watch, interval)
         return

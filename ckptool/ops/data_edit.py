@@ -1,7 +1,8 @@
 """Change a checkpoint's data position: seek, skip, other weights, a source more.
 
 Only the data items are touched. The checkpoint's other files stay as they are, byte for byte; the new `.metadata` and
-one small data file take effect together, in the moment in which the folder is swapped.
+one small data file take effect together, in the moment in which the folder is swapped. In a store they replace the old
+ones, `.metadata` last.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ from ckptool.core.position import DataPosition
 from ckptool.core.position_edits import jump, place_of, redefine, with_edit
 from ckptool.errors import UnsupportedError, UsageError
 from ckptool.formats.dcp_items import link_files, replace_items
-from ckptool.formats.dcp_metadata import read_manifest
+from ckptool.formats.dcp_metadata import METADATA_FILE, read_manifest
 from ckptool.ops.data_read import StoredPosition, read_position
 from ckptool.ops.data_targets import counters_at, parse_number, parse_place
-from ckptool.runs import POSITION_FILE
-from ckptool.storage.digests_file import read_digests
+from ckptool.runs import POSITION_FILE, resolve
+from ckptool.storage.digests_file import DIGESTS_FILE, read_digests
 from ckptool.storage.files import Place, write_json
-from ckptool.storage.place import local_path
+from ckptool.storage.place import files_below
+from ckptool.storage.replace_files import finish_replacing, replace_files
+from ckptool.storage.scratch import scratch_folder
 from ckptool.storage.staging import staged_directory
+from ckptool.storage.store_path import StorePath
 
 #: The data file that an edit adds. The next edit puts another one in its place: all that is in it are the data items.
 ITEMS_FILE = "__data_edit.distcp"
+
+#: In a store a file is never written over while `.metadata` still points into it, so two names take turns.
+_ITEMS_FILES = (ITEMS_FILE, "__data_edit_2.distcp")
 
 
 def seek(name: str, to: str, *, root: Place | None = None, reason: str = "", dry_run: bool = False) -> Result:
@@ -35,7 +42,7 @@ def seek(name: str, to: str, *, root: Place | None = None, reason: str = "", dry
 
     Raises UsageError for a place that isn't one, UnsupportedError when a source is a stream, which can't jump.
     """
-    stored = _indexed(read_position(name, root))
+    stored = _indexed(_to_change(name, root, dry_run))
     position = stored.position
     place = parse_place(position, to)
     return _jump("seek", stored, position.consumed, place, to, reason, dry_run)
@@ -46,7 +53,7 @@ def skip(name: str, units: str, *, root: Place | None = None, reason: str = "", 
 
     Raises UsageError for an empty range or one that was trained in part.
     """
-    stored = _indexed(read_position(name, root))
+    stored = _indexed(_to_change(name, root, dry_run))
     kind, _, rest = units.partition(":")
     first, dots, last = rest.partition("..")
     if not dots:
@@ -70,7 +77,7 @@ def edit(
 
     Raises UsageError for weights that don't fit the sources, or when nothing changes.
     """
-    stored = read_position(name, root)
+    stored = _to_change(name, root, dry_run)
     position, now = stored.position, stored.position.segment
     sources = {source.name: source for source in (*now.sources, *add_sources)}
     if len(sources) != len(now.sources) + len(add_sources):
@@ -112,6 +119,21 @@ def _jump(
     return _finish(action, stored, changed, changes, details, reason, dry_run)
 
 
+def begin_change(path: Place) -> None:
+    """Bring a change of checkpoint `path` to its end that was interrupted. Raises UnsupportedError where nothing can be
+    written."""
+    if isinstance(path, StorePath):
+        path.store.check_writable()
+        finish_replacing(path)
+
+
+def _to_change(name: str, root: Place | None, dry_run: bool) -> StoredPosition:
+    path = resolve(name, root)
+    if not dry_run:
+        begin_change(path)
+    return read_position(path)
+
+
 def _indexed(stored: StoredPosition) -> StoredPosition:
     if stored.num_lanes:
         raise UnsupportedError(
@@ -133,23 +155,44 @@ def _finish(
     when = datetime.now(UTC).isoformat(timespec="seconds")
     edited = with_edit(changed, action, changes, reason=reason, when=when)
     if not dry_run:
-        write_position(local_path(stored.path, "changing the data position"), edited, stored.holder)
+        write_position(stored.path, edited, stored.holder)
     return Result(f"data {action}", str(stored.path), executed=not dry_run, details=details)
 
 
-def write_position(path: Path, position: DataPosition, holder: str = "data") -> None:
+def write_position(path: Place, position: DataPosition, holder: str = "data") -> None:
     """Give checkpoint `path` another position under the key `holder`, whole or not at all. Its lock is held meanwhile.
 
-    Raises LockedError while a save writes the same checkpoint.
+    Raises LockedError while a save writes the same checkpoint. There are no locks in a store: StorageError when
+    somebody else has changed the checkpoint meanwhile.
     """
     import torch
 
     path = path.absolute()
+    cursor = torch.tensor(position.cursor(), dtype=torch.int64)
+    items = {f"{holder}.cursor": cursor}, {f"{holder}.record": position.to_json()}
+    if isinstance(path, StorePath):
+        _replace_in_store(path, position, items)
+        return
     manifest = read_manifest(path)
     digests = read_digests(path, manifest.save_id)
-    cursor = torch.tensor(position.cursor(), dtype=torch.int64)
     with staged_directory(path, overwrite=True) as folder:
-        linked = link_files(path, folder, frozenset({POSITION_FILE, ITEMS_FILE}))
+        linked = link_files(path, folder, frozenset({POSITION_FILE, *_ITEMS_FILES}))
         write_json(folder / POSITION_FILE, position.to_dict())
-        items = {f"{holder}.cursor": cursor}, {f"{holder}.record": position.to_json()}
         replace_items(folder, manifest, digests, linked, ITEMS_FILE, *items)
+
+
+def _replace_in_store(path: StorePath, position: DataPosition, items: tuple[dict[str, Any], dict[str, str]]) -> None:
+    read_from = path.store.file((path / METADATA_FILE).key)
+    manifest = read_manifest(path)
+    digests = read_digests(path, manifest.save_id)
+    in_use = {item.locator.file for fqn, item in manifest.objects.items() if fqn in items[1] and item.locator}
+    new, other = _ITEMS_FILES if ITEMS_FILE not in in_use else _ITEMS_FILES[::-1]
+    kept = frozenset(files_below(path)) - {POSITION_FILE, METADATA_FILE, DIGESTS_FILE, *_ITEMS_FILES}
+    with scratch_folder() as scratch:
+        content = Path(scratch, "content")
+        content.mkdir()
+        write_json(content / POSITION_FILE, position.to_dict())
+        replace_items(content, manifest, digests, kept, new, *items)
+        replace_files(path, content, read_from)
+    if (path / other).is_file():
+        path.store.remove((path / other).key)

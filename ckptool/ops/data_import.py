@@ -18,7 +18,7 @@ from ckptool.core.plan import Result
 from ckptool.core.position import DataPosition, Stretch
 from ckptool.core.position_edits import jump, shares_places, with_edit
 from ckptool.errors import MismatchError, NotFoundError, UnsupportedError, UsageError
-from ckptool.ops.data_edit import write_position
+from ckptool.ops.data_edit import begin_change, write_position
 from ckptool.ops.data_loaders import ORDERS, Hints, LoaderState, check_units, read_loader_state
 from ckptool.ops.data_read import StoredPosition, read_position
 from ckptool.ops.data_targets import counters_at
@@ -83,7 +83,11 @@ def import_position(
     MismatchError when the system counts other things than the stream, UsageError when a number is missing, and the
     errors of `read_loader_state` and `read_position`.
     """
-    path = local_path(runs.resolve(name, root), "changing the data position")
+    path = runs.resolve(name, root)
+    if not states:
+        local_path(path, "finding a loader's state in the checkpoint itself")
+    if not dry_run:
+        begin_change(path)
     definition = _Definition(tuple(sources), weights, seq_len, seed, global_batch_size)
     stored = _stored(name, root)
     if stored is not None and not definition.is_empty:

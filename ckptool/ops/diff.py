@@ -37,8 +37,8 @@ class Difference(Result):
 
 
 def diff(
-    one: str,
-    other: str,
+    one: str | Place,
+    other: str | Place,
     *,
     root: Place | None = None,
     keys: str = "*",
@@ -62,7 +62,7 @@ def diff(
         tensors, reshaped = _diff_tensors(here, there, pairs, progress)
         objects = [fqn for fqn in pairs.objects if not same_object(here, there, fqn)]
     details = {
-        "other": shown_name(other),
+        "other": shown_name(str(other)),
         "only_in_one": list(pairs.only_one),
         "only_in_other": list(pairs.only_other),
         "other_kind": [f for f in pairs.both if f not in here.manifest.tensors or f not in there.manifest.tensors],
@@ -79,7 +79,7 @@ def diff(
         details[key] for key in ("only_in_one", "only_in_other", "other_kind", "other_shape", "other_objects")
     )
     notes = tuple(_notes(tensors, model_only))
-    return Difference("diff", shown_name(one), None, True, time.monotonic() - start, notes, details, equal, tensors)
+    return Difference("diff", shown_name(str(one)), None, True, time.monotonic() - start, notes, details, equal, tensors)
 
 
 def layer_summary(tensors: Iterable[TensorDiff]) -> list[dict[str, Any]]:

@@ -16,9 +16,8 @@ from ckptool.errors import CkptoolError, DamagedError, NotFoundError, StorageErr
 from ckptool.formats.dcp_metadata import METADATA_FILE, read_manifest
 from ckptool.storage.files import Place, explain_os_error, fsync_path, os_errors
 from ckptool.storage.lock import acquire, is_stale, owner_of
-from ckptool.storage.metrics_file import METRICS_FILE, read_metric
+from ckptool.storage.metrics_file import find_metrics, read_metric
 from ckptool.storage.pins import read_pins
-from ckptool.storage.place import local_path
 from ckptool.storage.staging import is_staging, recover, target_of
 from ckptool.storage.store_path import StorePath
 from ckptool.storage.upload import MARKERS
@@ -61,15 +60,17 @@ def prune(
     keep_every: int = 0,
     keep_within_seconds: float = 0.0,
     keep_best: tuple[str, str, int] | None = None,
+    work_dir: Place | None = None,
     stale: bool = False,
     in_use: Collection[str] = (),
     confirm: Callable[[PrunePlan], bool] = lambda plan: True,
 ) -> Result:
     """Remove the complete `step-N` checkpoints under `root` that no rule keeps; the newest complete one always stays.
 
-    `keep_best` is (metric, "min" or "max", count), by the run's metrics.jsonl. `stale` also removes incomplete
-    checkpoints and what dead writers left; without it they are only reported. `in_use` are names that stay. `confirm`
-    sees the plan and says whether to go on. A removal that fails is reported in the result, and the rest goes on.
+    `keep_best` is (metric, "min" or "max", count), by the run's metrics.jsonl in `root` or `work_dir`. `stale` also
+    removes incomplete checkpoints and what dead writers left; without it they are only reported. `in_use` are names
+    that stay. `confirm` sees the plan and says whether to go on. A removal that fails is reported in the result, and
+    the rest goes on.
 
     Raises UsageError without anything to do, and what reading the root raises; nothing is then removed.
     """
@@ -79,14 +80,22 @@ def prune(
         raise UsageError(
             "nothing says what to keep", hint="--keep-last 3, --keep-every 1000, --keep-within 7d; or only --stale"
         )
-    plan = plan_prune(runs.default_root() if root is None else root, rules, stale=stale, in_use=in_use)
+    root = runs.default_root() if root is None else root
+    plan = plan_prune(root, rules, work_dir=work_dir, stale=stale, in_use=in_use)
     executed = confirm(plan)
     removed, failed = _execute(plan) if executed else ([], {})
     details = {**plan.to_json(), "removed": removed, "failed": failed}
     return Result("prune", str(plan.root), None, executed, time.monotonic() - start, details=details)
 
 
-def plan_prune(root: Place, rules: KeepRules, *, stale: bool = False, in_use: Collection[str] = ()) -> PrunePlan:
+def plan_prune(
+    root: Place,
+    rules: KeepRules,
+    *,
+    work_dir: Place | None = None,
+    stale: bool = False,
+    in_use: Collection[str] = (),
+) -> PrunePlan:
     """Decide, without changing anything. Raises NotFoundError when `root` is a file, DamagedError or UsageError when
     the metric that `rules` goes by can't be read."""
     rules.check()
@@ -98,7 +107,7 @@ def plan_prune(root: Place, rules: KeepRules, *, stale: bool = False, in_use: Co
     ]
     metric = None
     if rules.best:
-        metric = read_metric(local_path(root, "--keep-best") / METRICS_FILE, rules.best.metric)
+        metric = read_metric(find_metrics(root, work_dir), rules.best.metric)
     reasons = reasons_to_keep(candidates, rules, now=time.time(), metric=metric, in_use=in_use)
     keep, remove, broken = [], [], []
     for candidate in candidates:

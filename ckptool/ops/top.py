@@ -9,11 +9,10 @@ from typing import Any
 
 from ckptool import runs
 from ckptool.core.plan import Result
-from ckptool.errors import NotFoundError
 from ckptool.ops.report.steps import ALONE, PHASES, Step, Steps
 from ckptool.storage.files import Place, os_errors
-from ckptool.storage.metrics_file import METRICS_FILE, MetricsTail
-from ckptool.storage.place import local_path
+from ckptool.storage.metrics_file import MetricsTail, find_metrics
+from ckptool.storage.store_path import StorePath
 
 #: Speeds are medians over so many of the last steps, of the present start of the job alone.
 WINDOW_STEPS = 50
@@ -30,22 +29,22 @@ _MIN_SHARE_OF_STEP = 0.05
 class Watch:
     """A run under watch; each `look` reads what was written since the last one."""
 
-    def __init__(self, root: Place | None = None, total_steps: int | None = None) -> None:
-        """`total_steps` is where the run will end, for the time left. Raises NotFoundError without a metrics.jsonl."""
-        self.root = local_path(runs.default_root() if root is None else root, "top")
+    def __init__(
+        self, root: Place | None = None, total_steps: int | None = None, work_dir: Place | None = None
+    ) -> None:
+        """`total_steps` is where the run will end, for the time left; `work_dir` has its metrics.jsonl if the root
+        hasn't. Raises NotFoundError without one."""
+        self.root = runs.default_root() if root is None else root
         self._total_steps = total_steps
-        self._file = self.root / METRICS_FILE
-        if not self._file.is_file():
-            raise NotFoundError(
-                f"{self.root} has no {METRICS_FILE}: no run is going on there",
-                hint="give the root of a run; the trainer writes the file with its first step",
-            )
+        self._file = find_metrics(self.root, work_dir)
         self._tail = MetricsTail(self._file)
         self._steps = Steps()
-        self._durable: tuple[list[tuple[str, int]], dict[str, Any] | None] = ([], None)
+        self._durable: tuple[list[tuple[str, float]], dict[str, Any] | None] = ([], None)
 
     def look(self) -> Result:
         """The state of the run now; `details` has None for what the run does not record. Raises DamagedError."""
+        for store in {place.store for place in (self.root, self._file) if isinstance(place, StorePath)}:
+            store.refresh()
         self._steps.add(self._tail.new_records())
         with os_errors(self._file):
             age_seconds = max(0.0, time.time() - self._file.stat().st_mtime)
@@ -96,7 +95,7 @@ class Watch:
         """The newest complete checkpoint; its metadata is read again only when a step folder came, went or changed."""
         with os_errors(self.root):
             present = sorted(
-                (path.name, path.stat().st_mtime_ns) for path in self.root.iterdir() if runs.is_step_name(path.name)
+                (path.name, path.stat().st_mtime) for path in self.root.iterdir() if runs.is_step_name(path.name)
             )
         if present != self._durable[0]:
             latest = runs.find_latest(self.root)
@@ -105,13 +104,14 @@ class Watch:
         found = self._durable[1]
         if found is None:
             return None
-        written = dict(present).get(found["name"], 0) / 1e9
+        written = dict(present).get(found["name"], 0.0)
         return {**found, "age_seconds": round(max(0.0, time.time() - written), 3)}
 
 
-def top(root: Place | None = None, total_steps: int | None = None) -> Result:
-    """Look once at the run in `root` (default: CKPTOOL_ROOT or ./ckpt). Raises NotFoundError, DamagedError."""
-    return Watch(root, total_steps).look()
+def top(root: Place | None = None, total_steps: int | None = None, work_dir: Place | None = None) -> Result:
+    """Look once at the run in `root` (default: CKPTOOL_ROOT or ./ckpt), which has its metrics.jsonl there or in
+    `work_dir`. Raises NotFoundError, DamagedError."""
+    return Watch(root, total_steps, work_dir).look()
 
 
 def _median(numbers: Iterable[float | None]) -> float | None:

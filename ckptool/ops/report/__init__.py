@@ -10,6 +10,7 @@ from ckptool.core.interfaces import Progress
 from ckptool.core.plan import Result
 from ckptool.errors import UsageError
 from ckptool.ops.report.contents import Contents, Wanted, gather
+from ckptool.storage.files import Place
 from ckptool.storage.staging import refuse_existing, staged_file
 
 
@@ -18,7 +19,8 @@ def report(
     *,
     out: Path,
     against: str | None = None,
-    root: Path | None = None,
+    root: Place | None = None,
+    work_dir: Place | None = None,
     keys: str = "*",
     level: str = "structure",
     values: bool = True,
@@ -26,6 +28,8 @@ def report(
     progress: Callable[[int], Progress] | None = None,
 ) -> Result:
     """Write an HTML page about `name` to the file `out`: a run root, a checkpoint, or a Hugging Face folder.
+
+    A run whose root is in a store has its metrics.jsonl in `work_dir`.
 
     `against` names another checkpoint or Hugging Face folder whose difference is shown. `keys` is a glob for the
     tensors whose values are read and whose parts are listed; with `values` off no tensor is read at all. `level` is
@@ -41,7 +45,7 @@ def report(
 
     check_libraries()
     refuse_existing(out, overwrite, is_file=True)
-    contents = gather(name, Wanted(against, root, keys, level, values, progress))
+    contents = gather(name, Wanted(against, root, work_dir, keys, level, values, progress))
     page = render(contents).encode("utf-8")
     with staged_file(out, overwrite) as staging:
         staging.write_bytes(page)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.interfaces import Progress, Source
@@ -21,6 +20,7 @@ from ckptool.ops.report.steps import Steps
 from ckptool.ops.report.subject import Subject, find_subject
 from ckptool.ops.verify import Verification, verify
 from ckptool.runs import CheckpointSummary, list_checkpoints
+from ckptool.storage.files import Place
 from ckptool.storage.metrics_file import METRICS_FILE, read_records
 
 
@@ -45,7 +45,8 @@ class Wanted:
     """The options of `report` that say what to look at."""
 
     against: str | None = None
-    root: Path | None = None
+    root: Place | None = None
+    work_dir: Place | None = None
     keys: str = "*"
     level: str = "structure"
     values: bool = True
@@ -57,12 +58,12 @@ def gather(name: str, wanted: Wanted) -> Contents:
 
     Raises NotFoundError, UsageError, UnsafeError, UnsupportedError.
     """
-    subject = find_subject(name, wanted.root)
+    subject = find_subject(name, wanted.root, wanted.work_dir)
     if wanted.against is not None and subject.checkpoint is None:
         raise UsageError(f"--against: {name} has no complete checkpoint to compare")
     contents = Contents(subject)
     if subject.run is not None:
-        _gather_run(contents, subject.run)
+        _gather_run(contents, subject.run, wanted.work_dir)
     if subject.checkpoint is None:
         contents.notes.append(f"{subject.run} has no complete checkpoint yet")
     else:
@@ -70,11 +71,11 @@ def gather(name: str, wanted: Wanted) -> Contents:
     return contents
 
 
-def _gather_run(contents: Contents, root: Path) -> None:
+def _gather_run(contents: Contents, root: Place, work_dir: Place | None) -> None:
     contents.checkpoints = list_checkpoints(root)
-    file = root / METRICS_FILE
+    file = (work_dir or root) / METRICS_FILE
     if not file.is_file():
-        contents.notes.append(f"{root} has no {METRICS_FILE}: there is no timeline")
+        contents.notes.append(f"{file.parent} has no {METRICS_FILE}: there is no timeline")
         return
     try:
         contents.steps = Steps().add(read_records(file))
@@ -82,8 +83,8 @@ def _gather_run(contents: Contents, root: Path) -> None:
         contents.notes.append(f"no timeline: {error}")
 
 
-def _gather_checkpoint(contents: Contents, path: Path, wanted: Wanted) -> None:
-    contents.verification = verify(str(path), level=wanted.level, progress=wanted.progress)
+def _gather_checkpoint(contents: Contents, path: Place, wanted: Wanted) -> None:
+    contents.verification = verify(path, level=wanted.level, progress=wanted.progress)
     contents.notes += contents.verification.notes
     try:
         contents.manifest = _manifest(contents.subject, path)
@@ -102,17 +103,15 @@ def _gather_checkpoint(contents: Contents, path: Path, wanted: Wanted) -> None:
         contents.notes.append(f"the values can't be read: {error}")
         return
     if wanted.against is not None:
-        contents.difference = diff(
-            str(path), wanted.against, root=wanted.root, keys=wanted.keys, progress=wanted.progress
-        )
+        contents.difference = diff(path, wanted.against, root=wanted.root, keys=wanted.keys, progress=wanted.progress)
         contents.notes += contents.difference.notes
 
 
-def _manifest(subject: Subject, path: Path) -> Manifest:
+def _manifest(subject: Subject, path: Place) -> Manifest:
     return HfSource(path).manifest if subject.is_hf else read_manifest(path)
 
 
-def _statistics(subject: Subject, manifest: Manifest, path: Path, wanted: Wanted) -> list[ValueStatistics]:
+def _statistics(subject: Subject, manifest: Manifest, path: Place, wanted: Wanted) -> list[ValueStatistics]:
     fqns = [
         fqn
         for fqn, entry in manifest.tensors.items()
