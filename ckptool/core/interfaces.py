@@ -13,6 +13,11 @@ from ckptool.core.parts import FileRecord, Part
 class RangeStore(Protocol):
     """Where files lie that are read over a network."""
 
+    @property
+    def num_copies(self) -> int:
+        """How often a range is in memory while it is fetched."""
+        ...
+
     def fetch(self, name: str, offset_bytes: int, out: memoryview, is_given_up: Callable[[], bool]) -> None:
         """Fill `out` with one request, tried again until it is given up."""
         ...

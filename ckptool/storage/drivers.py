@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +61,52 @@ def fetch_into(filesystem: Any, path: str, identity: str, start: int, out: memor
     one given."""
     if not out:
         return 0, False
-    has_etag = identity.startswith('"')
-    if has_etag and "s3" in protocols(filesystem):
+    if fetch := _fetch_in_pieces(filesystem):
         from fsspec.asyn import sync
 
-        return sync(filesystem.loop, _fetch_from_s3, filesystem, path, identity, start, out), True
-    options = {"headers": {"If-Match": identity}} if has_etag and "http" in protocols(filesystem) else {}
-    data = filesystem.cat_file(path, start=start, end=start + len(out), **options)
+        # What is no ETag is not compared.
+        etag = identity if identity.startswith('"') else ""
+        return sync(filesystem.loop, fetch, filesystem, path, etag, start, out), bool(etag)
+    data = filesystem.cat_file(path, start=start, end=start + len(out))
     out[: len(data)] = data[: len(out)]
-    return len(data), bool(options)
+    return len(data), False
 
 
-async def _fetch_from_s3(filesystem: Any, path: str, identity: str, start: int, out: memoryview) -> int:
+def comes_in_pieces(filesystem: Any) -> bool:
+    """False where the driver gives a range as a whole, so that it is in memory twice."""
+    return _fetch_in_pieces(filesystem) is not None
+
+
+def _fetch_in_pieces(filesystem: Any) -> Callable[..., Awaitable[int]] | None:
+    names = protocols(filesystem)
+    return _fetch_from_s3 if "s3" in names else _fetch_over_http if "http" in names else None
+
+
+async def _fetch_from_s3(filesystem: Any, path: str, etag: str, start: int, out: memoryview) -> int:
     bucket, key, _ = filesystem.split_path(path)
-    wanted = {"Range": f"bytes={start}-{start + len(out) - 1}", "IfMatch": identity}
+    wanted = {"Range": f"bytes={start}-{start + len(out) - 1}", **({"IfMatch": etag} if etag else {})}
     answer = await filesystem._call_s3("get_object", Bucket=bucket, Key=key, **wanted, **filesystem.req_kw)
-    num_bytes, body = 0, answer["Body"]
+    body = answer["Body"]
     async with body:
-        while piece := await body.read(_PIECE_BYTES):
-            if num_bytes + len(piece) <= len(out):
-                out[num_bytes : num_bytes + len(piece)] = piece
-            num_bytes += len(piece)
+        return await _fill(out, body)
+
+
+async def _fetch_over_http(filesystem: Any, path: str, etag: str, start: int, out: memoryview) -> int:
+    options = dict(filesystem.kwargs)
+    wanted = {"Range": f"bytes={start}-{start + len(out) - 1}", **({"If-Match": etag} if etag else {})}
+    headers = {**options.pop("headers", {}), **wanted}
+    session = await filesystem.set_session()
+    async with session.get(filesystem.encode_url(path), headers=headers, **options) as answer:
+        filesystem._raise_not_found_for_status(answer, path)
+        return await _fill(out, answer.content)
+
+
+async def _fill(out: memoryview, body: Any) -> int:
+    """The bytes of an answer; how many came, or one more than were wanted when it has more."""
+    num_bytes = 0
+    while piece := await body.read(_PIECE_BYTES):
+        if num_bytes + len(piece) > len(out):
+            return len(out) + 1
+        out[num_bytes : num_bytes + len(piece)] = piece
+        num_bytes += len(piece)
     return num_bytes

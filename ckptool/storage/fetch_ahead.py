@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from ckptool.core.interfaces import RangeStore, StoreRange
@@ -51,6 +51,7 @@ class _Block:
     start: int
     end: int
     last_read: int
+    num_copies: int = 1
     memory: mmap.mmap | bytearray | None = None
     done: Future[None] | None = None
     num_readers: int = 0
@@ -58,12 +59,17 @@ class _Block:
 
     @property
     def room_bytes(self) -> int:
-        num_bytes = self.end - self.start
-        return RANGE_BYTES + _REST_BYTES if num_bytes > RANGE_BYTES // 2 else max(num_bytes, _LEAST_BYTES)
+        num_bytes = RANGE_BYTES + _REST_BYTES if self._is_long else max(self.end - self.start, _LEAST_BYTES)
+        return self.num_copies * num_bytes
+
+    @property
+    def _is_long(self) -> bool:
+        return self.end - self.start > RANGE_BYTES // 2
 
     def make_room(self) -> None:
-        is_large = self.end - self.start > RANGE_BYTES // 2
-        self.memory = buffers.take(self.room_bytes) if is_large else bytearray(self.end - self.start)
+        """Buffers are used again, and so all of one size."""
+        is_long, num_bytes = self._is_long, self.end - self.start
+        self.memory = buffers.take(RANGE_BYTES + _REST_BYTES) if is_long else bytearray(num_bytes)
 
     def bytes_at(self, start: int, end: int) -> memoryview:
         assert self.memory is not None
@@ -235,11 +241,11 @@ def _joined(reads: Iterable[Iterable[StoreRange]]) -> Iterator[_Block]:
             else:
                 if block is not None:
                     yield block
-                block = _Block(store, name, start, end, number)
+                block = _Block(store, name, start, end, number, store.num_copies)
             while block.end - block.start > RANGE_BYTES + _REST_BYTES:
                 cut = block.start + RANGE_BYTES
-                yield _Block(store, name, block.start, cut, number)
-                block = _Block(store, name, cut, block.end, number)
+                yield replace(block, end=cut)
+                block = replace(block, start=cut)
     if block is not None:
         yield block
 

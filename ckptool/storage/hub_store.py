@@ -75,6 +75,10 @@ class HubStore(Store):
         return HubStore(self.url.rpartition("/")[0], self._commit)
 
     @property
+    def num_copies(self) -> int:
+        return 1
+
+    @property
     def commit(self) -> str:
         """The commit that is read. Raises NotFoundError or AccessError."""
         if self._commit is None:

@@ -30,7 +30,15 @@ from ckptool.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptool.storage.drivers import EXTRAS, PART_BYTES, driver_options, fetch_into, protocols, put_options
+from ckptool.storage.drivers import (
+    EXTRAS,
+    PART_BYTES,
+    comes_in_pieces,
+    driver_options,
+    fetch_into,
+    protocols,
+    put_options,
+)
 from ckptool.storage.fetch_ahead import NUM_CONNECTIONS, connections, take
 from ckptool.storage.rate_limit import RateLimit
 
@@ -102,6 +110,11 @@ class Store:
             self._opened, _ = _open_filesystem(self.url, self.shown)
             self._opened_by = os.getpid()
         return self._opened
+
+    @property
+    def num_copies(self) -> int:
+        """How often a range is in memory while it is fetched."""
+        return 1 if comes_in_pieces(self._fs) else 2
 
     @property
     def files(self) -> Mapping[str, StoredFile]:

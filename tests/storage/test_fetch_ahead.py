@@ -21,7 +21,8 @@ CONTENT = bytes(i * 7 % 251 for i in range(250_000)) * 4
 class Memory:
     """A store of files that all have the same content. Notes what it is asked for, and the most that was held then."""
 
-    def __init__(self, wait_s: float = 0.0, broken_at: int = -1) -> None:
+    def __init__(self, wait_s: float = 0.0, broken_at: int = -1, num_copies: int = 1) -> None:
+        self.num_copies = num_copies
         self.requests: list[tuple[str, int, int]] = []
         self.most_bytes = 0
         self.num_given_up = 0
@@ -86,8 +87,9 @@ def test_all_of_a_file_in_few_requests() -> None:
     assert len(store.requests) == -(-len(CONTENT) // (100 * KB))
 
 
-def test_several_at_a_time_share_the_memory() -> None:
-    store = Memory(wait_s=0.002)
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_several_at_a_time_share_the_memory(num_copies: int) -> None:
+    store = Memory(wait_s=0.002, num_copies=num_copies)
     names = [f"file-{i}" for i in range(7)]
     with ThreadPoolExecutor(len(names)) as readers:
         futures = [readers.submit(read, store, slices([StoreRange(store, n, 0, len(CONTENT))])) for n in names]
