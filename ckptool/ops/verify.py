@@ -26,6 +26,7 @@ from ckptool.ops.sources import compare_models_only, find_hf, open_any
 from ckptool.runs import resolve
 from ckptool.storage.files import Place
 from ckptool.storage.place import files_below
+from ckptool.storage.store import shown_name
 
 LEVELS = ("structure", "bytes", "content")
 
@@ -103,7 +104,7 @@ def verify(
     seconds = time.monotonic() - start
     details = {
         "level": level,
-        "against": against,
+        "against": None if against is None else shown_name(against),
         "subset": f"{wanted.part[0]}/{wanted.part[1]}",
         "finite": finite,
         "num_files": checked.num_files,
@@ -194,7 +195,7 @@ def _check_against(path: Place, wanted: _Wanted, checked: _Checked) -> None:
             checked.num_bytes += source.manifest.num_bytes
     checked.findings += findings
     what = "tensors of the model" if model_only else "tensors"
-    checked.notes.append(f"{num_equal} {what} are bit for bit those of {src}")
+    checked.notes.append(f"{num_equal} {what} are bit for bit those of {shown_name(src)}")
 
 
 def _note_skipped(checked: _Checked, error: DamagedError) -> None:

@@ -34,8 +34,14 @@ COMMANDS = [
     ["estimate", f"{BUCKET}/tiny"],
     ["pin", "step-1", "--root", RUNS],
     ["prune", RUNS, "--keep-last", "1", "--dry-run"],
-    ["report", f"{RUNS}/m"],
+    ["report", f"{RUNS}/m", "--against", f"{BUCKET}/tiny", "--out", "page.html"],
+    ["report", f"{RUNS}/damaged", "--overwrite", "--out", "damaged.html"],
     ["top", RUNS],
+    ["top", RUNS, "--work-dir", f"{BUCKET}/out"],
+    ["prune", RUNS, "--keep-best", "loss", "1", "--dry-run", "--work-dir", f"{BUCKET}/out"],
+    ["data", "show", f"{RUNS}/m"],
+    ["data", "seek", f"{RUNS}/m", "--to", "+1"],
+    ["data", "verify", f"{RUNS}/m"],
 ]
 
 
@@ -49,8 +55,9 @@ def secret_memory(hub_folder: Path) -> Memory:
 
 
 def test_no_command_shows_or_writes_them(
-    secret_memory: Memory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    secret_memory: Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     codes = set()
     for command in COMMANDS:
         for options in ([], ["--json"]):
@@ -60,6 +67,9 @@ def test_no_command_shows_or_writes_them(
     assert "***" in said.out and "***" in said.err and len(codes) > 2
     for path in secret_memory.find("/"):
         assert SECRET.encode() not in secret_memory.cat(path), path
+    assert (tmp_path / "page.html").exists()
+    for page in tmp_path.iterdir():
+        assert SECRET.encode() not in page.read_bytes(), page
 
 
 def test_a_run_writes_none(

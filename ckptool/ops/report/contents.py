@@ -22,6 +22,7 @@ from ckptool.ops.verify import Verification, verify
 from ckptool.runs import CheckpointSummary, list_checkpoints
 from ckptool.storage.files import Place
 from ckptool.storage.metrics_file import METRICS_FILE, read_records
+from ckptool.storage.store import shown_name
 
 
 @dataclass
@@ -60,7 +61,7 @@ def gather(name: str, wanted: Wanted) -> Contents:
     """
     subject = find_subject(name, wanted.root, wanted.work_dir)
     if wanted.against is not None and subject.checkpoint is None:
-        raise UsageError(f"--against: {name} has no complete checkpoint to compare")
+        raise UsageError(f"--against: {shown_name(name)} has no complete checkpoint to compare")
     contents = Contents(subject)
     if subject.run is not None:
         _gather_run(contents, subject.run, wanted.work_dir)
