@@ -268,9 +268,11 @@ class Store:
         def find() -> Mapping[str, Any]:
             self._fs.invalidate_cache()
             try:
-                return self._fs.find(self._top, detail=True)
+                found = self._fs.find(self._top, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
+            # Of a URL that is a file, adlfs gives the name alone.
+            return found if isinstance(found, Mapping) else {name: {"type": "file"} for name in found}
 
         found = self._retried("", find)
         top = self._top.strip("/")
