@@ -83,7 +83,6 @@ def wandb_steps(root: Path) -> list[int]:
     return [record.history.step.num for record in records if record.HasField("history")]
 
 
-@pytest.mark.slow
 def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
