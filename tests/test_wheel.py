@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoModelForCausalLM
 
 import ckptool
-from tests.tiny_models import llama, save_folder
+from tests.tiny_models import llama
+from tests.trainer.tiny import make_tokenizer
 
 TOP = Path(__file__).parents[1]
 
@@ -65,26 +67,36 @@ def test_the_wheel_has_its_version_its_licence_and_its_extras(wheel: Path, names
 
 
 def test_an_installed_wheel_works_without_the_repository(wheel: Path, tmp_path: Path) -> None:
-    """Installed beside the libraries of this environment, into a folder of its own."""
+    """Installed beside the libraries of this environment, into a folder of its own: import, train a step, export."""
     place, work = tmp_path / "site", tmp_path / "work"
     work.mkdir()
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(place), str(wheel)]
     subprocess.run([sys.executable, *install], check=True, capture_output=True)
-    save_folder(llama(), work / "hf")
-    environment = os.environ | {"PYTHONPATH": str(place), "PYTHONSAFEPATH": "1"}
+    llama(vocab_size=260).save_pretrained(work / "hf")
+    make_tokenizer().save_pretrained(work / "hf")
+    (work / "text.txt").write_text("what is said here " * 10)
+    environment = os.environ | {"PYTHONPATH": str(place), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+
+    def python(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=work, env=environment, check=False, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def ckpt(*arguments: str) -> str:
-        command = [sys.executable, str(place / "bin" / "ckptool"), *arguments]
-        return subprocess.run(command, cwd=work, env=environment, check=True, capture_output=True, text=True).stdout
+        return python(str(place / "bin" / "ckptool"), *arguments)
 
-    where = "import ckptool, trainer; print(ckptool.__file__, trainer.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", where], cwd=work, env=environment, check=True, capture_output=True, text=True
-    ).stdout.split()
+    found = python("-c", "import ckptool, trainer; print(ckptool.__file__, trainer.__file__)").split()
     assert all(Path(file).is_relative_to(place) for file in found)
     assert ckpt("--version").split() == ["ckptool", ckptool.__version__]
+    assert "import-hf" in ckpt("--help")
     ckpt("import-hf", "hf", "base")
-    assert [entry["name"] for entry in json.loads(ckpt("ls", "--json"))["checkpoints"]] == ["base"]
+    train = ["--seq-len", "8", "--global-batch-size", "2", "--steps", "1", "--device", "cpu", "--log-to", "none"]
+    python("-m", "trainer", "--init-from", "base", "--data", "text.txt", *train)
+    assert [entry["name"] for entry in json.loads(ckpt("ls", "--json"))["checkpoints"]] == ["base", "step-1"]
+    ckpt("export", "step-1")
+    assert AutoModelForCausalLM.from_pretrained(work / "ckpt" / "step-1-hf").config.model_type == "llama"
 
 
 def test_the_citation_names_this_version() -> None:
