@@ -21,7 +21,7 @@ from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
 from ckptool.planner import group_bytes
 from ckptool.storage import buffers
-from ckptool.storage.fetch_ahead import FetchAhead
+from ckptool.storage.fetch_ahead import LIMIT_BYTES, FetchAhead, room
 
 _ALIGNMENT_BYTES = 64
 
@@ -60,7 +60,8 @@ def run(
     """Read, convert and write every part, `num_workers` at a time; the records of their files, in order.
 
     `report(num_bytes)` is called after each written piece, `on_done` with the files of each part that is on the disk.
-    Groups of tensors that are converted together, in memory, wait for each other when they don't fit in `budget`.
+    Groups of tensors that are converted together, in memory, wait for each other when they don't fit in `budget`. What
+    is fetched ahead from a store takes a third as much beside them.
     Errors of the source and the sink pass through, the first one; the caller finishes the sink after a normal return.
     """
     budget = budget or MemoryBudget(None)
@@ -71,7 +72,8 @@ def run(
             on_done(records)
         return records
 
-    with ThreadPoolExecutor(num_workers, "part") as workers:
+    fetched_bytes = budget.total_bytes // 3 if budget.total_bytes else LIMIT_BYTES
+    with room(fetched_bytes), ThreadPoolExecutor(num_workers, "part") as workers:
         futures = [workers.submit(do, part) for part in parts]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)

@@ -15,7 +15,7 @@ class MemoryBudget:
     """At most `total_bytes` are reserved at a time (None: no limit); a larger single reservation waits to be alone."""
 
     def __init__(self, total_bytes: int | None) -> None:
-        self._total_bytes = total_bytes
+        self.total_bytes = total_bytes
         self._reserved_bytes = 0
         self._changed = threading.Condition()
         self._cancelled = False
@@ -45,5 +45,5 @@ class MemoryBudget:
             raise Cancelled
 
     def _fits(self, num_bytes: int) -> bool:
-        free = self._total_bytes is None or self._reserved_bytes + num_bytes <= self._total_bytes
+        free = self.total_bytes is None or self._reserved_bytes + num_bytes <= self.total_bytes
         return free or self._reserved_bytes == 0

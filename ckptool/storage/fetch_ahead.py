@@ -7,6 +7,7 @@ read the bytes that were fetched for it. What was not announced, or had no room,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -26,7 +27,7 @@ RANGE_BYTES = 8 << 20
 NUM_CONNECTIONS = 16
 
 #: What all ranges of a process may take together. At 200 MB/s and 50 ms, 10 MB are on their way at any time.
-LIMIT_BYTES = 96 << 20
+LIMIT_BYTES = 64 << 20
 
 #: Fetching so much for nothing takes less time than another request.
 _GAP_BYTES = 256 << 10
@@ -81,11 +82,23 @@ class _Room:
     """What all series of reads hold together, and who they are."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
+    limit_bytes: int = LIMIT_BYTES
     held_bytes: int = 0
     series: list[FetchAhead] = field(default_factory=list)
 
 
 _room = _Room()
+
+
+@contextlib.contextmanager
+def room(limit_bytes: int) -> Iterator[None]:
+    """Let ranges take so much together, or what two of them take, for the length of the block."""
+    before = _room.limit_bytes
+    _room.limit_bytes = max(limit_bytes, 2 * (RANGE_BYTES + _REST_BYTES))
+    try:
+        yield
+    finally:
+        _room.limit_bytes = before
 
 
 class FetchAhead:
@@ -156,9 +169,9 @@ class FetchAhead:
 
     def _has_room(self, block: _Block) -> bool:
         own_bytes = sum(other.room_bytes for other in self.begun)
-        share_bytes = LIMIT_BYTES // len(_room.series)
+        share_bytes = _room.limit_bytes // len(_room.series)
         is_in_share = not self.begun or own_bytes + block.room_bytes <= share_bytes
-        return is_in_share and _room.held_bytes + block.room_bytes <= LIMIT_BYTES
+        return is_in_share and _room.held_bytes + block.room_bytes <= _room.limit_bytes
 
     def _fetch(self, block: _Block) -> None:
         block.store.fetch(block.name, block.start, block.bytes_at(block.start, block.end), lambda: self._is_closed)

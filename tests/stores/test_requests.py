@@ -80,7 +80,6 @@ def test_ranges_on_their_way_stay_within_the_memory(
 ) -> None:
     s3.put(f"{hub_folder}/", "bucket/tiny/", recursive=True)
     s3.put(f"{root / 'step-5'}/", "bucket/step-5/", recursive=True)
-    monkeypatch.setattr(fetch_ahead, "LIMIT_BYTES", 40 << 10)
     held: list[int] = []
     original = Store.fetch
 
@@ -89,10 +88,11 @@ def test_ranges_on_their_way_stay_within_the_memory(
         original(self, *args)
 
     monkeypatch.setattr(Store, "fetch", fetch)
-    if read == "import":
-        ckptool.import_hf("s3://bucket/tiny", str(tmp_path / "m"))
-    else:
-        copy("s3://bucket/step-5", str(tmp_path / "m"))
+    with fetch_ahead.room(40 << 10):
+        if read == "import":
+            ckptool.import_hf("s3://bucket/tiny", str(tmp_path / "m"), memory_bytes=120 << 10)
+        else:
+            copy("s3://bucket/step-5", str(tmp_path / "m"))
     assert ckptool.diff(str(tmp_path / "m"), str(hub_folder)).equal
     assert 9 << 10 < max(held) <= 40 << 10
 
