@@ -10,7 +10,8 @@ TRAINERS := torchtitan torchtune lightning ai2-olmo-core tyro typeguard docstrin
   lightning-utilities torchmetrics cached-path dataclass-extensions bettermap
 LOWEST := .venv-lowest
 # What doesn't need the tools of the demo, the stores or the site.
-LOWEST_TESTS ?= tests/core tests/naming tests/formats tests/storage tests/ops tests/cli tests/trainer tests/test_*.py
+LOWEST_TESTS ?= tests/core tests/naming tests/formats tests/storage tests/ops tests/cli tests/hub tests/trainer \
+  tests/attacks tests/faults tests/fuzz tests/families tests/test_*.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-all test-lowest lint demo docs site wheel clean
@@ -54,8 +55,8 @@ test-all: lint
 # On Linux PyPI's torch 2.11 brings CUDA along: 5 GB. PIP_EXTRA_INDEX_URL leads to a build for the CPU.
 test-lowest:
 	@test -x $(LOWEST)/bin/pip || $(PYTHON) -m venv --clear $(LOWEST)
-	$(LOWEST)/bin/pip install -qq --disable-pip-version-check -c tests/constraints-lowest.txt -e '.[train,lora,gguf,report]' \
-	  hypothesis pytest torchdata psutil accelerate
+	$(LOWEST)/bin/pip install -qq --disable-pip-version-check -c tests/constraints-lowest.txt \
+	  -e '.[train,lora,gguf,report,tensorboard,wandb]' hypothesis pytest torchdata psutil accelerate
 	$(LOWEST)/bin/pytest $(LOWEST_TESTS)
 
 demo: $(STAMP)
