@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ EXTRAS = {
     **{"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"},
     **{"http": "http", "https": "http", "sftp": "sftp", "ssh": "sftp"},
 }
+
+#: Extra -> what has to be in the environment.
+SETTINGS = {
+    "azure": "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+
+#: Extra -> the loggers that print when nobody has set up logging.
+_LOGGERS = {"gcs": ("gcsfs",), "azure": ("adlfs", "azure"), "sftp": ("paramiko",), "s3": ("s3fs", "aiobotocore")}
 
 #: A server that sends nothing for so long is asked again.
 _SILENCE_SECONDS = 20.0
@@ -41,6 +50,21 @@ def driver_options(protocol: str) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_SECONDS, sock_read=_SILENCE_SECONDS)
         options = {"client_kwargs": {"timeout": timeout}}
     return {name: value for name, value in options.items() if name not in fsspec.config.conf.get(protocol, {})}
+
+
+def quiet(protocol: str) -> None:
+    """Keep a driver from printing what it meets, tracebacks and all: it is said in one line in the end. Whoever has set
+    up logging still gets it."""
+    for name in _LOGGERS.get(EXTRAS.get(protocol, ""), ()):
+        logger = logging.getLogger(name)
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
+
+
+def attempts_of(filesystem: Any, usual: int) -> int:
+    """How often a call is tried here. Google's and Azure's drivers try several times themselves, with waits of up to
+    half a minute."""
+    return min(2, usual) if {"gs", "az", "abfs"} & set(protocols(filesystem)) else usual
 
 
 def protocols(filesystem: Any) -> tuple[str, ...]:

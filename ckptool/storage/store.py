@@ -33,11 +33,14 @@ from ckptool.errors import (
 from ckptool.storage.drivers import (
     EXTRAS,
     PART_BYTES,
+    SETTINGS,
+    attempts_of,
     comes_in_pieces,
     driver_options,
     fetch_into,
     protocols,
     put_options,
+    quiet,
 )
 from ckptool.storage.fetch_ahead import NUM_CONNECTIONS, connections, take
 from ckptool.storage.rate_limit import RateLimit
@@ -300,7 +303,7 @@ class Store:
                 self._check_unchanged(name, known)
 
         try:
-            retried(fetch, self.show(name), is_given_up)
+            retried(fetch, self.show(name), is_given_up, attempts_of(self._fs, _NUM_ATTEMPTS))
         except StorageError:
             self._check_unchanged(name, known)
             raise
@@ -311,20 +314,26 @@ class Store:
             raise DamagedError(f"{self.show(name)} was changed while it was read", hint="start again")
 
     def _retried(self, name: str, attempt: Callable[[], Value]) -> Value:
-        return retried(attempt, self.show(name))
+        return retried(attempt, self.show(name), num_attempts=attempts_of(self._fs, _NUM_ATTEMPTS))
 
 
-def retried(attempt: Callable[[], Value], shown: str, is_given_up: GivenUp = lambda: False) -> Value:
+def retried(
+    attempt: Callable[[], Value],
+    shown: str,
+    is_given_up: GivenUp = lambda: False,
+    num_attempts: int = 0,
+) -> Value:
     """The result of `attempt`, tried again after growing waits, or as long as the server asks; its last error as one of
     ours about `shown`, or CancelledError when nobody wants it any more."""
-    for number in range(_NUM_ATTEMPTS):
+    num_attempts = num_attempts or _NUM_ATTEMPTS
+    for number in range(num_attempts):
         if is_given_up():
             raise CancelledError
         try:
             return attempt()
         except Exception as error:
-            if number + 1 == _NUM_ATTEMPTS or isinstance(error, _FINAL) or _status(error) in (401, 403, 404, 412):
-                raise _explain(error, shown) from None
+            if number + 1 == num_attempts or isinstance(error, _FINAL) or _status(error) in (401, 403, 404, 412):
+                raise _explain(error, shown, num_attempts) from None
             asked = _asked_wait_seconds(error)
         wait = min(_FIRST_WAIT_SECONDS * 2**number, _LONGEST_WAIT_SECONDS)
         time.sleep(asked + wait * random.uniform(0.5, 1.0))
@@ -360,6 +369,7 @@ def _open_filesystem(url: str, shown: str) -> tuple[Any, str]:
         raise UsageError(
             f"{shown}: {protocol}:// is not a kind of URL that is known", hint="s3, gs, az, hf, sftp, https"
         )
+    quiet(protocol)
     try:
         if EXTRAS.get(protocol) == "sftp":
             from ckptool.storage.sftp_files import open_sftp
@@ -370,8 +380,13 @@ def _open_filesystem(url: str, shown: str) -> tuple[Any, str]:
         extra = EXTRAS.get(protocol)
         hint = f"pip install 'ckptool[{extra}]'" if extra else f"pip install fsspec[{protocol}]"
         raise UnsupportedError(f"{shown}: the driver for {protocol}:// is not installed", hint=hint) from error
+    except ValueError as error:
+        raise AccessError(
+            f"{shown}: this URL and this environment do not say enough to open it ({type(error).__name__})",
+            hint=SETTINGS.get(EXTRAS.get(protocol, ""), "check the credentials of this environment"),
+        ) from None
     except Exception as error:
-        raise _explain(error, shown) from None
+        raise _explain(error, shown, 1) from None
 
 
 def _stored_file(info: Mapping[str, Any]) -> StoredFile:
@@ -417,7 +432,7 @@ def _asked_wait_seconds(error: BaseException) -> float:
     return min(float(asked), _LONGEST_ASKED_WAIT_SECONDS) if asked.isdigit() else 0.0
 
 
-def _explain(error: Exception, shown: str) -> CkptoolError:
+def _explain(error: Exception, shown: str, num_attempts: int) -> CkptoolError:
     """One of our errors for a driver's, whose own words may hold URLs and credentials and are not repeated."""
     if isinstance(error, CkptoolError):
         return error
@@ -429,4 +444,5 @@ def _explain(error: Exception, shown: str) -> CkptoolError:
     if isinstance(error, NotImplementedError):
         return UnsupportedError(f"{shown}: this kind of URL can only be read")
     answer = f"HTTP {status}" if status else type(error).__name__
-    return StorageError(f"{shown}: the store failed {_NUM_ATTEMPTS} times ({answer})", hint="try again later")
+    often = f" {num_attempts} times" if num_attempts > 1 else ""
+    return StorageError(f"{shown}: the store failed{often} ({answer})", hint="try again later")

@@ -6,9 +6,11 @@ npm install -g azurite; pip install 'ckptool[azure,gcs]' gcp-storage-emulator. W
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 import ckptool
-from ckptool.errors import DamagedError, StorageError
+from ckptool.errors import AccessError, DamagedError, StorageError
 from ckptool.ops.copy import copy
 from ckptool.ops.data_edit import seek
 from ckptool.ops.ls import ls
@@ -62,15 +64,18 @@ def azurite(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @contextlib.contextmanager
 def google(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     pytest.importorskip("gcsfs", reason="pip install 'ckptool[gcs]'")
-    module = pytest.importorskip("gcp_storage_emulator.server", reason="pip install gcp-storage-emulator")
+    pytest.importorskip("gcp_storage_emulator", reason="pip install gcp-storage-emulator")
     port = free_port()
-    server = module.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
-    server.start()
+    where = ["--host=127.0.0.1", f"--port={port}", "--in-memory", "--default-bucket=bucket"]
+    command = [sys.executable, "-m", "gcp_storage_emulator", "start", *where]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     try:
+        wait_for(port)
         yield "gs://bucket"
     finally:
-        server.stop()
+        process.terminate()
+        process.wait()
 
 
 def wait_for(port: int) -> None:
@@ -149,3 +154,12 @@ def test_a_changed_object_is_an_error(bucket: str, tmp_path: Path) -> None:
     Store(bucket).put_bytes("data", b"other")
     with pytest.raises(DamagedError, match="changed while it was read"):
         source.read_into("data", 0, memoryview(bytearray(5)))
+
+
+def test_without_settings_one_line_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("adlfs", reason="pip install 'ckptool[azure]'")
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(AccessError, match="do not say enough") as caught:
+        Store("az://bucket")
+    assert "AZURE_STORAGE_CONNECTION_STRING" in caught.value.hint
