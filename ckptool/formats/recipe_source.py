@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptool.core.box import Box
@@ -49,8 +49,19 @@ class RecipeSource:
         if entry.dtype == "float16" and bool(made.isinf().any()):
             raise MismatchError(f"{fqn}: values are too large for float16", hint="--dtype bf16 has the range of fp32")
 
-    def ranges(self, fqn: str, box: Box) -> Iterable[StoreRange]:
-        return () if fqn in self._recipes else self._source.ranges(fqn, box)
+    def ranges(self, fqn: str, box: Box) -> Iterator[StoreRange]:
+        recipe = self._recipes.get(fqn)
+        if recipe is None:
+            yield from self._source.ranges(fqn, box)
+            return
+        for name in recipe.sources:
+            shape = self._source.manifest.tensors[name].shape
+            if shape and shape[0] == recipe.shape[0]:
+                yield from self._source.ranges(
+                    name, Box((box.offsets[0], *(0 for _ in shape[1:])), (box.sizes[0], *shape[1:]))
+                )
+            elif box.offsets[0] == 0:  # as a whole, and then kept
+                yield from self._source.ranges(name, Box.whole(shape))
 
     def read_object(self, fqn: str) -> bytes:
         return self._source.read_object(fqn)

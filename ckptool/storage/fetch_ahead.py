@@ -26,14 +26,14 @@ RANGE_BYTES = 8 << 20
 #: Requests at a time: some stores give a connection no more than 50 to 100 MB/s.
 NUM_CONNECTIONS = 16
 
-#: What all ranges of a process may take together. At 200 MB/s and 50 ms, 10 MB are on their way at any time.
-LIMIT_BYTES = 64 << 20
-
 #: Fetching so much for nothing takes less time than another request.
 _GAP_BYTES = 256 << 10
 
 #: A rest of so much is no request of its own.
 _REST_BYTES = 64 << 10
+
+#: What all ranges of a process may take together.
+LIMIT_BYTES = NUM_CONNECTIONS * (RANGE_BYTES + _REST_BYTES)
 
 #: A range counts as so much at least: thousands of small ones would wait for connections all the same.
 _LEAST_BYTES = 1 << 20
@@ -45,14 +45,15 @@ _MAX_LOCAL_READS = 100
 
 @dataclass(eq=False)
 class _Block:
-    """A range to fetch as one. `last_read` is the number of the last announced read that wants some of it."""
+    """A range to fetch as one, with the numbers of the first and the last announced read that want some of it."""
 
     store: RangeStore
     name: str
     start: int
     end: int
+    first_read: int
     last_read: int
-    num_copies: int = 1
+    num_copies: int
     memory: mmap.mmap | bytearray | None = None
     done: Future[None] | None = None
     num_readers: int = 0
@@ -92,9 +93,10 @@ _room = _Room()
 
 @contextlib.contextmanager
 def room(limit_bytes: int) -> Iterator[None]:
-    """Let ranges take so much together, or what two of them take, for the length of the block."""
+    """Let ranges take about so much together for the length of the block: as many long ones as begin in it."""
     before = _room.limit_bytes
-    _room.limit_bytes = max(limit_bytes, 2 * (RANGE_BYTES + _REST_BYTES))
+    each_bytes = RANGE_BYTES + _REST_BYTES
+    _room.limit_bytes = max(2, -(-limit_bytes // each_bytes)) * each_bytes
     try:
         yield
     finally:
@@ -237,29 +239,38 @@ def _release(block: _Block) -> None:
 
 
 def _joined(reads: Iterable[Iterable[StoreRange]]) -> Iterator[_Block]:
-    """The ranges of all reads in order; those that follow each other in a file as one, cut where that is long.
+    """The ranges of all reads in order; neighbours in a file among the next few MB of reads as one.
 
     When the first reads have none the files are local ones, and no more is looked at.
     """
-    block: _Block | None = None
-    has_any = False
+    some: list[tuple[int, StoreRange]] = []
+    num_bytes = 0
     for number, ranges in enumerate(reads):
-        if number == _MAX_LOCAL_READS and not has_any:
+        if number == _MAX_LOCAL_READS and not some:
             return
-        for store, name, start, end in ranges:
-            has_any = True
-            is_next = block is not None and block.store is store and block.name == name
-            if block is not None and is_next and block.start <= start <= block.end + _GAP_BYTES:
-                block.end, block.last_read = max(block.end, end), number
-            else:
-                if block is not None:
-                    yield block
-                block = _Block(store, name, start, end, number, store.num_copies)
-            while block.end - block.start > RANGE_BYTES + _REST_BYTES:
-                cut = block.start + RANGE_BYTES
-                yield replace(block, end=cut)
-                block = replace(block, start=cut)
-    if block is not None:
+        for wanted in ranges:
+            if num_bytes + wanted.end - wanted.start > RANGE_BYTES and some:
+                yield from _join(some)
+                some, num_bytes = [], 0
+            some.append((number, wanted))
+            num_bytes += wanted.end - wanted.start
+    yield from _join(some)
+
+
+def _join(ranges: Iterable[tuple[int, StoreRange]]) -> Iterator[_Block]:
+    """Ranges with the numbers of their reads: those that follow each other as one, cut where that is long."""
+    blocks: list[_Block] = []
+    for number, (store, name, start, end) in sorted(ranges, key=lambda one: (id(one[1].store), *one[1][1:])):
+        last = blocks[-1] if blocks else None
+        if last and last.store is store and last.name == name and start <= last.end + _GAP_BYTES:
+            last.end = max(last.end, end)
+            last.first_read, last.last_read = min(last.first_read, number), max(last.last_read, number)
+        else:
+            blocks.append(_Block(store, name, start, end, number, number, store.num_copies))
+    for block in sorted(blocks, key=lambda block: block.first_read):
+        while block.end - block.start > RANGE_BYTES + _REST_BYTES:
+            yield replace(block, end=block.start + RANGE_BYTES)
+            block.start += RANGE_BYTES
         yield block
 
 
