@@ -15,7 +15,7 @@ import ckptool
 from ckptool import DamagedError, MismatchError, NotFoundError, TargetExistsError, UsageError
 from tests.trainer.processes import kill_after_step, start_ranks
 from tests.trainer.test_exactly_once import run_on, write_config
-from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
+from tests.trainer.tiny import make_base, read_lines, run, surviving_samples, tiny_config
 from trainer import checkpoint, parallel
 from trainer.build import build_state
 from trainer.metrics import Log
@@ -52,6 +52,16 @@ def test_a_resumed_run_is_bit_equal_in_loss_rate_and_norm(finished, halfway):
     whole = read_lines(finished / "metrics.jsonl")
     assert [line["step"] for line in whole] == list(range(1, 11))
     assert trained(run(halfway, steps=10, save_every=5)) == trained(whole[5:])
+
+
+def test_dropout_after_a_resume_is_that_of_the_run_that_was_never_interrupted(finished, root, tmp_path):
+    make_base(root / "dropping", attention_dropout=0.3)
+    whole = Path(shutil.copytree(root, tmp_path / "whole"))
+    settings = {"init_from": "dropping", "schedule": "constant"}
+    expected = run(whole, steps=4, **settings)
+    run(root, steps=2, **settings)
+    assert trained(run(root, steps=4, **settings)) == trained(expected)
+    assert read_lines(finished / "metrics.jsonl")[0]["loss"] != expected[0]["loss"]  # the same weights without
 
 
 @pytest.mark.slow  # the one on two ranks, with a kill, is in every run

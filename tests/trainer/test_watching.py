@@ -2,16 +2,18 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from ckptool import UsageError
 from tests.trainer.processes import start_ranks
 from tests.trainer.test_exactly_once import write_config
 from tests.trainer.tiny import at_most, make_data, run, tiny_config
 from trainer.config import parse_profile
-from trainer.profiling import covered, kind_of
+from trainer.profiling import covered, kind_of, table
 from trainer.stopwatch import PHASES, Stopwatch
 from trainer.stragglers import RankTimes, find_stragglers, probe_seconds
 
@@ -93,6 +95,22 @@ def test_kinds_and_unions():
     ]
     assert covered([(0, 2), (1, 3), (5, 6)]) == 4
     assert covered([]) == 0
+
+
+def test_the_table_of_a_gpu_says_what_communication_hides_and_what_is_idle():
+    def kernel(name, start, end):
+        span = SimpleNamespace(start=start * 1e6, end=end * 1e6)
+        return SimpleNamespace(name=name, device_type=DeviceType.CUDA, is_user_annotation=False, time_range=span)
+
+    events = [kernel("ncclDevKernel_AllGather", 0, 4), kernel("sm90_gemm", 1, 4), kernel("flash_fwd", 8, 10)]
+    said = [" ".join(line.split()) for line in table(events, "cuda")]
+    assert said == [
+        "profile: communication 4.000 s 40%",
+        "profile: matrix products 3.000 s 30%",
+        "profile: attention 2.000 s 20%",
+        "profile: idle 4.000 s 40%",
+        "75% of the communication runs beside other kernels",
+    ]
 
 
 def test_the_held_out_loss_is_due_at_the_end_too(tmp_path):

@@ -23,7 +23,7 @@ NUM_DOCUMENTS = 30
 SEQ_LEN = 16
 
 
-def make_base(folder: Path, tie: bool = True, dtype: torch.dtype = torch.bfloat16) -> Path:
+def make_base(folder: Path, tie: bool = True, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Path:
     """A checkpoint as `ckptool import-hf` makes it: model weights only, and an `hf/` folder."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -36,6 +36,7 @@ def make_base(folder: Path, tie: bool = True, dtype: torch.dtype = torch.bfloat1
         tie_word_embeddings=tie,
         bos_token_id=None,
         eos_token_id=256,
+        **settings,
     )
     model = transformers.LlamaForCausalLM(config).to(dtype)
     hf = folder.with_name(f"{folder.name}-hf")
