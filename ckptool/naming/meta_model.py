@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class DtypeRule:
 
 def _model_class(location: str, config: Any) -> Any:
     for architecture in config.architectures or []:
-        model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+        model_class = _named_class(architecture, config)
         if _is_model_class(model_class):
             return model_class
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
@@ -125,6 +126,21 @@ def _model_class(location: str, config: Any) -> Any:
         f"(architectures {config.architectures})",
         hint="pip install -U transformers",
     )
+
+
+def _named_class(name: Any, config: Any) -> Any:
+    """What transformers calls so: at the top, or, of parts of models that are saved alone, beside their config."""
+    if not isinstance(name, str):
+        return None
+    if (found := getattr(transformers, name, None)) is not None:
+        return found
+    beside = type(config).__module__.replace(".configuration_", ".modeling_")
+    if not beside.startswith("transformers.models."):
+        return None
+    try:
+        return getattr(importlib.import_module(beside), name, None)
+    except ImportError:
+        return None
 
 
 def _mapped(auto: Any, config: Any) -> Any:

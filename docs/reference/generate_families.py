@@ -20,7 +20,8 @@ Every model that transformers knows is named by transformers' own rules, and is 
 table has every `model_type` of transformers {version}. For those that *work* a test has shown it: a tiny model of
 random weights is saved by transformers, imported, and compared bit for bit with `from_pretrained`; exported, it is what
 was saved. {num_works} of {num_all} work, {num_refused} are refused, and {num_untried} were not tried, since no tiny
-model of them could be built; the same rules hold for these.
+model of them could be built; the same rules hold for these. {num_parts} are no models: transformers has no class that
+loads them alone. They are parts of other types, or other names for them.
 
 *As stored*: names and tensors are the same on the Hub and in the model. *Renamed*: other names. *Converted*: several
 tensors of the Hub are one in the model, as experts are, or one is cut into several. *Tied*: a tensor of two names is
@@ -49,11 +50,14 @@ def render() -> str:
         num_works=counts["works"],
         num_refused=counts["refused"],
         num_untried=counts["not tried"],
+        num_parts=counts["no model"],
     )
     return head + "\n".join(rows) + "\n"
 
 
 def _said(result: str, detail: str) -> str:
+    if result == "no model":
+        return "no model of its own"
     detail = re.sub(r"([|<>`*_\[\]])", r"\\\1", detail)
     return f"works: {detail}" if result == "works" else f"{result}: {detail}"
 
