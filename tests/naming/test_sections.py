@@ -72,6 +72,18 @@ def test_the_model_is_found_wherever_a_trainer_puts_it(tmp_path: Path, layout: s
     assert set(sections.counts()) <= {"model", "optimizer", "step", "other"}
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_is_shown_checked_and_resharded(tmp_path: Path, layout: str, model: Any) -> None:
+    """All that is in it, under the trainer's own names."""
+    path = save(LAYOUTS[layout](model), tmp_path / "c")
+    assert run(["inspect", str(path)]) == 0 and run(["verify", str(path)]) == 0
+    assert run(["reshard", str(path), str(tmp_path / "two"), "--world-size", "2", "--rewrite"]) == 0
+    assert run(["verify", str(tmp_path / "two"), "--against", str(path)]) == 0
+    before, after = (read_manifest(where) for where in (path, tmp_path / "two"))
+    assert before.tensors.keys() == after.tensors.keys() and before.objects.keys() == after.objects.keys()
+    assert any(len(entry.chunks) == 2 for entry in after.tensors.values())
+
+
 def test_11_wrapped_and_plain_modules_export_alike(tmp_path: Path, model: Any, like: Path) -> None:
     """pytorch#117399, transformers#37519: names with the parts that wrappers put in."""
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
