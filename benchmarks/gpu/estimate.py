@@ -11,6 +11,7 @@ Writes benchmarks/results/estimate-{device}.md and .jsonl.
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -233,6 +234,7 @@ def tensor_peak(device: str) -> Iterator[list[int]]:
         yield found
         found.append(torch.cuda.max_memory_allocated())
         return
+    gc.collect()  # what an earlier run left would be freed in this one, and its peak come out too low
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         yield found
     assert profile.profiler is not None
