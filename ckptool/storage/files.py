@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import threading
 import time
@@ -149,7 +150,7 @@ def safe_join(root: AnyPlace, name: str) -> AnyPlace:
     """`root / name` for an untrusted relative name.
 
     Raises UnsafeError for absolute names, `..`, backslashes, names that no file can have, and links that lead out of
-    `root` (the Hub cache's links into its own blob store are allowed).
+    `root` (the Hub cache's links into its own blob stores are allowed).
     """
     parts = name.split("/")
     if "\0" in name or "\\" in name or name.startswith("/") or ".." in parts or not any(parts):
@@ -183,8 +184,23 @@ def _stays_inside(path: Path, root: Path) -> bool:
         target, base = path.resolve(), root.resolve()
     except (OSError, RuntimeError):  # links in a circle
         return False
-    hub_store = base.parent.parent if base.parent.name == "snapshots" else base
-    return target.is_relative_to(base) or target.is_relative_to(hub_store)
+    return target.is_relative_to(base) or (base.parent.name == "snapshots" and _is_in_hub_cache(target, base))
+
+
+def _is_in_hub_cache(target: Path, snapshot: Path) -> bool:
+    """Where a snapshot's files are: in the folder of its repository or, when they came by hf-xet, in a folder that the
+    repositories share (huggingface_hub/utils/_shared_blobs.py)."""
+    repository = snapshot.parent.parent
+    if target.is_relative_to(repository):
+        return True
+    shared = repository.parent / "blobs"
+    return (
+        target.parent.parent == shared
+        and target.parent.name == target.name[:2]
+        and re.fullmatch(r"[0-9a-f]{64}", target.name) is not None
+        and repository.name.startswith("models--")
+        and (shared / ".huggingface-shared-blobs").is_file()
+    )
 
 
 def open_binary(path: Place, *, in_order: bool = False) -> BinaryIO:

@@ -123,3 +123,20 @@ def test_file_names_from_the_hub_are_not_followed(tmp_path: Path, name: str) -> 
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(UnsafeError):
         HfSource(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ab/" + "ab" * 32, "cd/" + "ab" * 32, "ab/notes", "ab/ab/" + "ab" * 32])
+@pytest.mark.parametrize("marker", [".huggingface-shared-blobs", "other"])
+def test_a_link_of_the_hubs_cache_leads_to_its_own_files_only(tmp_path: Path, name: str, marker: str) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "1234"
+    shared = tmp_path / "blobs" / name
+    for folder in (snapshot, shared.parent):
+        folder.mkdir(parents=True)
+    shared.write_bytes(b"x")
+    (tmp_path / "blobs" / marker).touch()
+    (snapshot / "weights").symlink_to(shared)
+    if name.startswith("ab/abab") and marker != "other":
+        assert RangeReader(snapshot).read("weights", 0, 1) == b"x"
+    else:
+        with pytest.raises(UnsafeError, match="link out of its folder"):
+            RangeReader(snapshot).read("weights", 0, 1)
