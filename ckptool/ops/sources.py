@@ -14,9 +14,11 @@ from ckptool.core.moves import Moves
 from ckptool.core.parts import PlanItem
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import CkptoolError, DamagedError, NotFoundError
-from ckptool.formats.dcp_metadata import MODEL_PREFIX, is_checkpoint, read_manifest
+from ckptool.formats.dcp_metadata import MODEL_PREFIX, checkpoints_inside, is_checkpoint, read_manifest
 from ckptool.formats.dcp_source import DcpSource
-from ckptool.formats.hf_folder import INDEX_NAME
+from ckptool.formats.gguf_file import SUFFIX as GGUF_SUFFIX
+from ckptool.formats.hf_folder import INDEX_NAME, weight_kind
+from ckptool.formats.meta_folder import is_meta_file
 from ckptool.naming.dialects import find_dialect
 from ckptool.naming.groups import NamePlan, keep_names
 from ckptool.naming.sections import Sections, read_sections
@@ -32,12 +34,12 @@ _PIECE_BYTES = 32 << 20
 
 
 def open_any(name: str | Place, root: Place | None = None, *, model_only: bool = False) -> Source:
-    """Open a checkpoint by path or name, or a Hugging Face folder or safetensors file, so that they can be compared.
+    """Open a checkpoint by path or name, or a model in any form that `import-hf` takes, so that they can be compared.
 
     A Hugging Face folder serves its tensors under `model.<live parameter name>`; with `model_only` so does a checkpoint
     of any trainer. Raises NotFoundError, besides what the naming raises.
     """
-    hub_form = find_hf(name, root)
+    hub_form = _find_model(name, root)
     if hub_form is not None:
         model = open_input(hub_form, None)
         return LiveSource(str(hub_form), model.source, model.names, model.notes)
@@ -55,7 +57,7 @@ def compare_models_only(names: Iterable[str | Place], root: Place | None = None)
 
 
 def _kind(name: str | Place, root: Place | None) -> str:
-    if find_hf(name, root) is not None:
+    if _find_model(name, root) is not None:
         return "hub"
     try:
         sections = read_sections(read_manifest(resolve(name, root)))
@@ -101,6 +103,22 @@ def find_hf(name: str | Place, root: Place | None = None) -> Place | None:
         if path.is_dir() and not is_checkpoint(path) and _has_safetensors(path):
             return path
     return None
+
+
+def _find_model(name: str, root: Place | None) -> Place | None:
+    """As `find_hf`, and the older forms of a model: `pytorch_model*.bin`, GGUF, Meta's."""
+    found = find_hf(name, root)
+    return found or next((path for path in possible_places(name, root) if _is_model(path)), None)
+
+
+def _is_model(path: Place) -> bool:
+    if not path.is_dir():
+        return path.is_file() and path.suffix == GGUF_SUFFIX
+    names = [file.name for file in path.iterdir()]
+    has_weights = weight_kind(names) is not None or any(
+        name.endswith(GGUF_SUFFIX) or is_meta_file(name) for name in names
+    )
+    return has_weights and not is_checkpoint(path) and not checkpoints_inside(path)
 
 
 def _has_safetensors(folder: Place) -> bool:

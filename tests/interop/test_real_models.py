@@ -29,7 +29,7 @@ def files_of(package: str, folder: str) -> Path:
 
 def there_and_back(folder: Path, tmp_path: Path) -> Path:
     ckptool.import_hf(str(folder), "c", root=tmp_path)
-    assert ckptool.verify("c", root=tmp_path, level="content").exit_code == 0
+    assert ckptool.verify("c", root=tmp_path, against=str(folder), level="content").exit_code == 0
     return Path(ckptool.export("c", root=tmp_path, out=tmp_path / "out").target)
 
 

@@ -43,6 +43,15 @@ def test_the_same_weights_as_transformers_gives(
     assert torch.equal(ours(tokens).logits, reference(tokens).logits)
 
 
+def test_a_gguf_file_can_be_compared(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    file = write_gguf(llama(), tmp_path / "hub" / "tiny.gguf", "llama")
+    ckptool.import_hf(str(file), root=tmp_path)
+    for name in (file, file.parent):
+        assert ckptool.diff(str(name), str(tmp_path / "tiny")).equal
+        assert ckptool.verify("tiny", root=tmp_path, against=str(name)).exit_code == 0
+
+
 def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     file = write_gguf(llama(), tmp_path / "tiny.gguf", "llama")
     ckptool.import_hf(str(file), root=tmp_path, dtype="bf16")

@@ -78,6 +78,7 @@ def test_logits_are_those_of_the_hub_form(tmp_path: Path, num_files: int, embedd
     folder = write_meta(model, tmp_path / "meta", num_files, embedding_dim)
     result = ckptool.import_hf(str(folder), "base", root=tmp_path, chunk_bytes=2000)
     assert any("rope.freqs" in note for note in result.notes)
+    assert ckptool.verify("base", root=tmp_path, against=str(folder)).exit_code == 0
     ckptool.export("base", root=tmp_path)
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base-hf")
     for name, tensor in model.state_dict().items():

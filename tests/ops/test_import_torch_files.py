@@ -49,6 +49,18 @@ def test_torch_files_come_back_as_safetensors(tmp_path: Path, num_files: int, as
     assert (tmp_path / "stream-hf" / "assets" / "notes.bin").exists()
 
 
+def test_a_folder_of_torch_files_can_be_compared(tmp_path: Path) -> None:
+    folder = save_folder(llama(), tmp_path / "model")
+    as_torch_files(folder)
+    ckptool.import_hf(str(folder), "base", root=tmp_path)
+    assert ckptool.verify("base", root=tmp_path, against=str(folder)).exit_code == 0
+    changed = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    changed["model.norm.weight"][0] += 1
+    torch.save(changed, folder / "pytorch_model.bin")
+    found = ckptool.diff(str(folder), str(tmp_path / "base"))
+    assert [tensor.fqn for tensor in found.tensors if not tensor.equal] == ["model.model.norm.weight"]
+
+
 def test_safetensors_are_preferred(tmp_path: Path) -> None:
     folder = save_folder(llama(), tmp_path / "model")
     torch.save({"not": "tensors"}, folder / "pytorch_model.bin")
