@@ -73,7 +73,7 @@ def run(
         return records
 
     fetched_bytes = budget.total_bytes // 3 if budget.total_bytes else LIMIT_BYTES
-    with room(fetched_bytes), ThreadPoolExecutor(num_workers, "part") as workers:
+    with room(fetched_bytes, num_workers), ThreadPoolExecutor(num_workers, "part") as workers:
         futures = [workers.submit(do, part) for part in parts]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)

@@ -84,6 +84,8 @@ class _Room:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     limit_bytes: int = LIMIT_BYTES
+    #: As many share it at least: who comes next finds room at once.
+    num_series: int = 4
     held_bytes: int = 0
     series: list[FetchAhead] = field(default_factory=list)
 
@@ -92,15 +94,16 @@ _room = _Room()
 
 
 @contextlib.contextmanager
-def room(limit_bytes: int) -> Iterator[None]:
-    """Let ranges take about so much together for the length of the block: as many long ones as begin in it."""
-    before = _room.limit_bytes
+def room(limit_bytes: int, num_series: int) -> Iterator[None]:
+    """Let the ranges of so many series take about so much together for the length of the block: as many long ones as
+    begin in it."""
+    before = _room.limit_bytes, _room.num_series
     each_bytes = RANGE_BYTES + _REST_BYTES
-    _room.limit_bytes = max(2, -(-limit_bytes // each_bytes)) * each_bytes
+    _room.limit_bytes, _room.num_series = max(2, -(-limit_bytes // each_bytes)) * each_bytes, num_series
     try:
         yield
     finally:
-        _room.limit_bytes = before
+        _room.limit_bytes, _room.num_series = before
 
 
 class FetchAhead:
@@ -171,7 +174,7 @@ class FetchAhead:
 
     def _has_room(self, block: _Block) -> bool:
         own_bytes = sum(other.room_bytes for other in self.begun)
-        share_bytes = _room.limit_bytes // len(_room.series)
+        share_bytes = _room.limit_bytes // max(_room.num_series, len(_room.series))
         is_in_share = not self.begun or own_bytes + block.room_bytes <= share_bytes
         return is_in_share and _room.held_bytes + block.room_bytes <= _room.limit_bytes
 
@@ -250,11 +253,23 @@ def _joined(reads: Iterable[Iterable[StoreRange]]) -> Iterator[_Block]:
             return
         for wanted in ranges:
             if num_bytes + wanted.end - wanted.start > RANGE_BYTES and some:
-                yield from _join(some)
-                some, num_bytes = [], 0
+                blocks, some = list(_join(some)), []
+                for block in blocks:
+                    if _goes_on_in(block, wanted):
+                        some = [(block.first_read, StoreRange(block.store, block.name, block.start, block.end))]
+                    else:
+                        yield block
+                num_bytes = sum(one.end - one.start for _, one in some)
             some.append((number, wanted))
             num_bytes += wanted.end - wanted.start
     yield from _join(some)
+
+
+def _goes_on_in(block: _Block, wanted: StoreRange) -> bool:
+    """Whether a short block goes on in a range."""
+    is_short = block.end - block.start < RANGE_BYTES
+    is_same = block.store is wanted.store and block.name == wanted.name
+    return is_short and is_same and block.start <= wanted.start <= block.end + _GAP_BYTES
 
 
 def _join(ranges: Iterable[tuple[int, StoreRange]]) -> Iterator[_Block]:

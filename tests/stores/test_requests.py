@@ -103,7 +103,7 @@ def test_ranges_on_their_way_stay_within_the_memory(
         original(self, *args)
 
     monkeypatch.setattr(Store, "fetch", fetch)
-    with fetch_ahead.room(45 << 10):
+    with fetch_ahead.room(45 << 10, 1):
         if read == "import":
             ckptool.import_hf("s3://bucket/tiny", str(tmp_path / "m"), memory_bytes=135 << 10)
         else:
