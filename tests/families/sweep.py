@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("sweep.json")
@@ -37,16 +37,27 @@ def main(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() and names else {"results": {}}
     record["transformers"] = transformers.__version__
-    wanted = names or sorted(transformers.CONFIG_MAPPING)
-    with ThreadPoolExecutor(os.cpu_count()) as workers:
-        for name, (result, detail) in zip(wanted, workers.map(in_a_process, wanted), strict=True):
-            print(f"{name}: {result}: {detail}", flush=True)
-            record["results"] = dict(sorted((record["results"] | {name: [result, detail]}).items()))
-            RESULTS.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
+    for name, (result, detail) in in_processes(names or sorted(transformers.CONFIG_MAPPING)):
+        print(f"{name}: {result}: {detail}", flush=True)
+        record["results"][name] = [result, detail]
+        RESULTS.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n")
 
 
-def in_a_process(model_type: str) -> tuple[str, str]:
-    """("works", what fired), ("refused" or "not tried", why), ("no model", "") or ("fails", how)."""
+def in_processes(model_types: Iterable[str]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Each type as it is done, one a core at a time, with ("works", what fired), ("refused" or "not tried", why),
+    ("no model", "") or ("fails", how). Forked by the only thread: another's locks would stay locked in the child."""
+    running: dict[int, tuple[str, int]] = {}
+    for model_type in model_types:
+        if len(running) == os.cpu_count():
+            yield _ended(running)
+        pid, reading = _begun(model_type)
+        running[pid] = model_type, reading
+    while running:
+        yield _ended(running)
+
+
+def _begun(model_type: str) -> tuple[int, int]:
+    """The id of a process that tries it, and the file that it writes the result to."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -54,10 +65,16 @@ def in_a_process(model_type: str) -> tuple[str, str]:
         os.write(writing, json.dumps(_limited(model_type)).encode()[:60_000])
         os._exit(0)
     os.close(writing)
+    return pid, reading
+
+
+def _ended(running: dict[int, tuple[str, int]]) -> tuple[str, tuple[str, str]]:
+    """The type of the next process that ends, and its result, which is less than a pipe holds."""
+    pid, status = os.wait()
+    model_type, reading = running.pop(pid)
     with os.fdopen(reading, "rb") as file:
         said = file.read()
-    _, status = os.waitpid(pid, 0)
-    return tuple(json.loads(said)) if said else ("fails", f"ended with status {status}")
+    return model_type, tuple(json.loads(said)) if said else ("fails", f"ended with status {status}")
 
 
 def _limited(model_type: str) -> tuple[str, str]:
@@ -72,7 +89,7 @@ def _limited(model_type: str) -> tuple[str, str]:
 
 
 def attempt(model_type: str, folder: Path) -> tuple[str, str]:
-    """As `in_a_process`, in this one."""
+    """The result of one type, as `in_processes` gives it, in this process."""
     import torch
 
     from ckptool.errors import CkptoolError
