@@ -67,6 +67,7 @@ def computes_the_same(path: Path, mesh: Any) -> bool:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     materialize(model, torch.device("cpu"), ties)
+    assert all(model.get_parameter(alias) is model.get_parameter(name) for alias, name in ties.items())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
