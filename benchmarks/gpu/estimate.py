@@ -195,7 +195,8 @@ def train_steps(device: str, folder: Path, row: dict[str, Any]) -> None:
     from trainer.units import MicroBatch
 
     options = ["--steps", str(NUM_STEPS), "--param-dtype", row["param_dtype"], "--compute-dtype", "bf16"]
-    options += ["--activation-checkpointing", row["checkpointing"]]
+    options += ["--activation-checkpointing", row["checkpointing"], "--micro-batch-size", str(row["micro_batch_size"])]
+    options += ["--global-batch-size", str(row["micro_batch_size"] * row["num_micro_steps"])]
     settings = cli.command.make_context("trainer", options).params
     config = TrainConfig(**{name: value for name, value in settings.items() if name != "more_data"})
     (folder / "hf").mkdir()
@@ -205,8 +206,7 @@ def train_steps(device: str, folder: Path, row: dict[str, Any]) -> None:
     vocab = json.loads((folder / "hf" / "config.json").read_text())["vocab_size"]
     with parallel.joined_ranks(device) as ranks:
         sources = [DataSource("random", 1 << 20)]
-        num_units = tokens[0] * row["num_micro_steps"]
-        position = DataPosition.begin(sources, seq_len=tokens[1], seed=0, global_batch_size=num_units)
+        position = DataPosition.begin(sources, seq_len=tokens[1], seed=0, global_batch_size=config.global_batch_size)
         state = build_state(config, ranks, origin, position)
         with torch.no_grad():
             for parameter in state.parameters().values():

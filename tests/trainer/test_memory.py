@@ -19,14 +19,17 @@ LOGITS = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 384, "hea
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seq_len", "num_micro_steps", "checkpointing", "loss", "moment"),
+    ("sizes", "seq_len", "num_micro_steps", "checkpointing", "loss", "dtype", "moment"),
     [
-        (WIDE, 64, 1, "none", "chunked", "first block's backward"),
-        (WIDE, 64, 3, "block", "chunked", "last block's backward"),
-        (WIDE, 64, 3, "selective", "chunked", "last block's backward"),
-        (LOGITS, 384, 1, "none", "chunked", "loss"),
-        (LOGITS, 384, 1, "none", "plain", "loss"),
-        (LOGITS, 8, 1, "none", "chunked", "reduction of the root's gradients"),
+        (WIDE, 64, 1, "none", "chunked", "fp32", "first block's backward"),
+        (WIDE, 64, 3, "block", "chunked", "fp32", "last block's backward"),
+        (WIDE, 64, 3, "selective", "chunked", "fp32", "last block's backward"),
+        (LOGITS, 384, 1, "none", "chunked", "fp32", "loss"),
+        (LOGITS, 384, 1, "none", "plain", "fp32", "loss"),
+        (LOGITS, 8, 1, "none", "chunked", "fp32", "reduction of the root's gradients"),
+        # without FSDP2
+        (WIDE, 64, 1, "none", "chunked", "bf16", "first block's backward"),
+        (LOGITS, 384, 1, "none", "chunked", "bf16", "loss"),
     ],
 )
 def test_the_estimate_is_what_steps_take(
@@ -37,19 +40,19 @@ def test_the_estimate_is_what_steps_take(
     num_micro_steps: int,
     checkpointing: str,
     loss: str,
+    dtype: str,
     moment: str,
 ) -> None:
     benchmark = load_script("benchmarks/gpu/estimate.py")
     monkeypatch.setattr(benchmark, "NUM_STEPS", 1)
     config = benchmark.MODELS["small-llama"] | sizes | {"num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    way = estimate(str(tmp_path), seq_len=seq_len, global_batch_size=num_micro_steps, loss=loss).details["ways"][
-        3 + CHECKPOINTING.index(checkpointing)
-    ]
+    said = estimate(str(tmp_path), seq_len=seq_len, global_batch_size=num_micro_steps, loss=loss, param_dtype=dtype)
+    way = said.details["ways"][3 + CHECKPOINTING.index(checkpointing)]
     row = {"seq_len": seq_len, "micro_batch_size": 1, "num_micro_steps": num_micro_steps}
     with benchmark.tensor_peak("cpu") as peak:
         benchmark.train_steps(
-            "cpu", tmp_path, row | {"param_dtype": "fp32", "checkpointing": checkpointing, "loss": loss}
+            "cpu", tmp_path, row | {"param_dtype": dtype, "checkpointing": checkpointing, "loss": loss}
         )
     assert way["peak_moment"] == moment
     assert way["peak_bytes"] == pytest.approx(peak[0], rel=0.1)
