@@ -54,7 +54,7 @@ class SftpFiles(SFTPFileSystem):
         self.client = paramiko.SSHClient()
         self.client.load_system_host_keys()
         self.client.set_missing_host_key_policy(self._policy())
-        limits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout", "channel_timeout"), _SILENCE_SECONDS)
+        limits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), _SILENCE_SECONDS)
         shown = f"sftp://{self.host}"
         try:
             self.client.connect(self.host, **{**limits, **self.ssh_kwargs})
@@ -70,6 +70,8 @@ class SftpFiles(SFTPFileSystem):
             if "No authentication methods" in str(error):
                 raise AccessError(f"access denied: {shown}", hint=_KEYS) from None
             raise
+        if (transport := self.client.get_transport()) is not None:
+            transport.channel_timeout = _SILENCE_SECONDS  # an hour, else
 
     @property
     def ftp(self) -> paramiko.SFTPClient:
