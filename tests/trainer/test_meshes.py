@@ -9,7 +9,7 @@ import transformers
 import ckptool
 from ckptool import UnsupportedError, UsageError
 from tests.spawn import run_ranks
-from tests.trainer.test_exactly_once import train_on_rank
+from tests.trainer.test_exactly_once import run_on, train_on_rank
 from tests.trainer.tiny import at_most, make_tokenizer, run, surviving_samples
 from trainer import parallel
 from trainer.model import build_meta_model, ties_of
@@ -93,11 +93,12 @@ def test_other_models_train_on_two_ranks_as_on_one_and_resume_each_other(pristin
     root = shutil.copytree(pristine, tmp_path / "root")
     make_model(root, name)
     reference = shutil.copytree(root, tmp_path / "reference")
-    settings = {"init_from": name, "schedule": "constant"}
-    run_ranks(2, train_on_rank, root, {**settings, "steps": 2})
-    lines = run(root, steps=4, **settings)
+    # Counting the tokens of experts has no deterministic kernel on GPUs; in processes of their own, since it stays set.
+    settings = {"init_from": name, "schedule": "constant", "deterministic": False}
+    run_on(2, root, steps=2, **settings)
+    lines = run_on(1, root, steps=4, **settings)
     assert [line["world_size"] for line in lines] == [2, 2, 1, 1]
-    assert_same_training(lines, run(reference, steps=4, **settings))
+    assert_same_training(lines, run_on(1, reference, steps=4, **settings))
 
 
 def test_a_world_size_that_can_not_be_cut_so_is_refused(root):
