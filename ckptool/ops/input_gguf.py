@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from ckptool.formats.gguf_file import GgufSource
 from ckptool.formats.recipe_source import RecipeSource
 from ckptool.naming.groups import NamePlan
 from ckptool.ops.inputs import MadeFiles, ModelInput, same_bytes
+from ckptool.storage.scratch import scratch_folder
 
 _DTYPE = "float32"
 _HINT = "import the model's safetensors, whose config.json says it"
@@ -92,9 +92,10 @@ def _tokenizer(path: Path) -> tuple[dict[str, bytes], list[str]]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        with tempfile.TemporaryDirectory() as folder:
+        with scratch_folder() as scratch:
+            folder = Path(scratch, "tokenizer")
             tokenizer.save_pretrained(folder)
-            made = {file.name: file.read_bytes() for file in Path(folder).iterdir() if file.is_file()}
+            made = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     except Exception as error:  # a strange vocabulary makes transformers raise nearly anything
         detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         return {}, [f"transformers makes no tokenizer of this file ({detail}): put one into the checkpoint's hf/"]

@@ -11,7 +11,6 @@ import datetime
 import os
 import random
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -203,10 +202,12 @@ class Store:
 
     def put_bytes(self, name: str, content: bytes) -> StoredFile:
         """Upload a small file."""
-        with tempfile.NamedTemporaryFile(suffix=PurePosixPath(name).suffix) as scratch:
-            scratch.write(content)
-            scratch.flush()
-            return self.put(name, Path(scratch.name))
+        from ckptool.storage.scratch import scratch_folder  # which needs this module
+
+        with scratch_folder() as folder:
+            path = Path(folder, f"content{PurePosixPath(name).suffix}")
+            path.write_bytes(content)
+            return self.put(name, path)
 
     def limit_rate(self, bytes_per_s: float) -> None:
         """From here on read no more than that, and send no more; 0 is no limit."""
