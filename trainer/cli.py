@@ -64,12 +64,37 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     type=click.Choice(["window", "pack", "document"]),
     default="window",
 )
-@_option("--seq-len", "Tokens in a unit, at most.", type=click.IntRange(1), default=1024)
-@_option("--global-batch-size", "Units in a step, over all ranks.", type=click.IntRange(1), default=8)
-@_option("--micro-batch-size", "Units in one forward pass of one rank.", type=click.IntRange(1), default=1)
+@_option(
+    "--seq-len",
+    "Tokens in a unit, at most. Set it once, to what the model is to handle: another cuts the data differently.",
+    type=click.IntRange(1),
+    default=1024,
+)
+@_option(
+    "--global-batch-size",
+    "Units in a step, over all ranks; the training depends on it, and not on the ranks. Enough for a steady loss.",
+    type=click.IntRange(1),
+    default=8,
+)
+@_option(
+    "--micro-batch-size",
+    "Units in one forward pass of one rank: as many as fit, for speed. The training stays the same.",
+    type=click.IntRange(1),
+    default=1,
+)
 @_option("--steps", "Optimizer steps in all, those before a resume included.", type=click.IntRange(1), required=True)
-@_option("--lr", "Peak learning rate.", type=click.FloatRange(0), default=2e-5)
-@_option("--warmup-steps", "Steps over which the learning rate rises.", type=click.IntRange(0), default=0)
+@_option(
+    "--lr",
+    "Peak learning rate. Lower when the loss rises or jumps; LoRA takes about ten times as much.",
+    type=click.FloatRange(0),
+    default=2e-5,
+)
+@_option(
+    "--warmup-steps",
+    "Steps over which the learning rate rises: some, when the loss jumps at the beginning.",
+    type=click.IntRange(0),
+    default=0,
+)
 @_option(
     "--schedule",
     "The learning rate after the warmup: falls to 0 at --steps, or stays.",
@@ -79,7 +104,9 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 @_option(
     "--weight-decay", "AdamW weight decay of tensors with two or more dims.", type=click.FloatRange(0), default=0.1
 )
-@_option("--grad-clip", "Largest gradient norm; 0 doesn't clip.", type=click.FloatRange(0), default=1.0)
+@_option(
+    "--grad-clip", "Largest gradient norm, that of all ranks; 0 doesn't clip.", type=click.FloatRange(0), default=1.0
+)
 @_option(
     "--on-nonfinite",
     "When the gradient norm is NaN or infinite: stop, or skip the update, say so in metrics.jsonl and go on with the "
@@ -188,12 +215,16 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option(
     "--activation-checkpointing",
-    "block: keep only each block's input and recompute the rest in the backward pass. selective: keep attention and "
-    "most matrix products too.",
+    "When memory is short. block: keep only each block's input and recompute the rest in the backward pass, a third "
+    "more compute. selective: keep attention and most matrix products too.",
     type=click.Choice(["none", "selective", "block"]),
     default="none",
 )
-@_option("--compile/--no-compile", "torch.compile each block.", default=False)
+@_option(
+    "--compile/--no-compile",
+    "torch.compile each block: faster and in less memory, after minutes at the first step. For long runs on GPUs.",
+    default=False,
+)
 @_option(
     "--loss",
     "chunked: the output head and the cross-entropy some tokens at a time, never the logits of all in memory (a model "

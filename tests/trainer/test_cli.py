@@ -41,6 +41,7 @@ def test_every_option_is_there_with_a_help_text():
     options = {name: p for p in command.params if isinstance(p, click.Option) for name in p.opts}
     assert set(options) >= STABLE_NAMES
     assert all(option.help for option in options.values())
+    assert all(option.show_default for name, option in options.items() if name != "--config")
 
 
 def test_options_are_exactly_the_fields_of_the_config():
