@@ -6,6 +6,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 
 from ckptool import NotFoundError, UnsupportedError
+from tests.spawn import run_ranks
 from tests.trainer.tiny import run, tiny_config
 from trainer import checkpoint, parallel
 from trainer.build import build_state
@@ -56,6 +57,27 @@ def test_every_buffer_equals_an_eager_build(hf_folder):
     assert set(model_state(model, ties)) | set(ties) == set(eager.state_dict())
     assert all(model.get_parameter(alias) is model.get_parameter(name) for alias, name in ties.items())
     assert len(blocks) == 2
+
+
+def built(rank, root):
+    """What this rank holds: elements of parameters, whether the tie is one parameter, and the rotary frequencies."""
+    config = tiny_config(root)
+    with parallel.joined_ranks("cpu") as ranks:
+        state = build_state(config, ranks, checkpoint.find_origin(config), position=None)
+    model = state.model
+    held = sum(parameter.to_local().numel() for parameter in state.parameters().values())
+    return held, model.lm_head.weight is model.model.embed_tokens.weight, model.model.rotary_emb.inv_freq.tolist()
+
+
+def test_each_of_two_ranks_holds_its_share_the_tie_and_the_right_buffers(pristine):
+    eager = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(pristine / "base" / "hf")
+    )
+    shares, ties, frequencies = zip(*run_ranks(2, built, pristine), strict=True)
+    assert sum(shares) == sum(parameter.numel() for parameter in eager.parameters())
+    assert max(shares) < 0.6 * sum(shares)
+    assert all(ties)
+    assert all(found == eager.model.rotary_emb.inv_freq.tolist() for found in frequencies)
 
 
 def test_a_buffer_that_nothing_recomputes_is_an_error(pristine):
