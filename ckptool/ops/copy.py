@@ -77,6 +77,8 @@ def copy(
     refuse_existing(target, overwrite)
     refuse_own_source(path, target)
     limit = RateLimit(max_bytes_per_s)
+    if isinstance(path, StorePath):
+        path.store.limit_rate(max_bytes_per_s)  # or what is fetched ahead would come in a rush
     if model_only and is_checkpoint(path):  # safetensors files of the ranks' parts hold nothing but a model
         plan = _copy_model(path, target, overwrite, dry_run, progress, limit)
     else:
