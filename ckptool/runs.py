@@ -105,6 +105,8 @@ def resolve(name: str | Place, root: Place | None = None) -> Place:
         raise NotFoundError(
             f"{existing} is not a checkpoint: it has no {METADATA_FILE}", hint=_what_is_there(name, root)
         )
+    if len(places) == 1:  # a URL
+        raise NotFoundError(f"no checkpoint {name}", hint=f"ckptool ls {places[0].parent} shows what is there")
     raise NotFoundError(f"no checkpoint {name}, neither as a path nor under {root}", hint=_what_is_there(name, root))
 
 

@@ -185,9 +185,16 @@ def test_a_store_that_garbles_is_noticed(memory: Memory, root: Path, monkeypatch
     assert not memory.exists("/bucket/runs/step-5/.metadata")
 
 
-def test_local_commands_refuse_urls_in_one_line(memory: Memory, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["data", "seek", f"{RUNS}/step-5", "--to", "0"]) != 0
-    assert run(["prune", "--root", RUNS, "--keep-best", "loss", "1", "--yes"]) == 1
+def test_what_is_not_in_a_store_or_works_on_folders_only_says_so(
+    memory: Memory, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["data", "seek", f"{RUNS}/step-9", "--to", "+1"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: no checkpoint {RUNS}/step-9",
+        f"hint: ckptool ls {RUNS} shows what is there",
+    ]
+    copy("step-5", f"{RUNS}/step-5", root=root)
+    assert run(["data", "import", f"{RUNS}/step-5", "--from", "torchtitan"]) == 1
     assert "works on local folders only" in capsys.readouterr().err
 
 
