@@ -56,7 +56,8 @@ test-all: lint
 test-lowest:
 	@test -x $(LOWEST)/bin/pip || $(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install -qq --disable-pip-version-check -c tests/constraints-lowest.txt \
-	  -e '.[train,lora,gguf,report,tensorboard,wandb]' hypothesis pytest torchdata psutil accelerate
+	  -e '.[train,lora,gguf,report,tensorboard,wandb]' hypothesis pytest 'setuptools>=77' torchdata psutil \
+	  accelerate
 	$(LOWEST)/bin/pytest $(LOWEST_TESTS)
 
 demo: $(STAMP)

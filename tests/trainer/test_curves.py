@@ -89,6 +89,7 @@ def test_weights_and_biases_works_offline_and_goes_on_with_the_same_run(
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run(root, steps=2, save_every=2, log_to="wandb", schedule="constant")
+    time.sleep(1.1)  # its folder is named by the second, and one start would write over the other's
     run(root, steps=4, save_every=2, log_to="wandb", schedule="constant")
     until = time.monotonic() + 20
     while len(steps := wandb_steps(root)) < 4 and time.monotonic() < until:  # its own process writes a little later
