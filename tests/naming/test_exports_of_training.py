@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
@@ -63,6 +64,31 @@ def test_13_a_cast_leaves_integers_and_what_must_stay_float32(tmp_path: Path) ->
     ckptool.export(str(tmp_path / "plain"), dtype="bf16", out=tmp_path / "cast")
     cast = load_file(tmp_path / "cast" / "model.safetensors")
     assert cast["a"].dtype == torch.bfloat16 and torch.equal(cast["ids"], torch.arange(300))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "kept"),
+    [("t5", "fp16", ".wo."), ("rwkv", "fp16", "time_decay"), ("flint", "bf16", "sinks"), ("t5", "bf16", "")],
+)
+def test_13_what_must_stay_float32_is_what_from_pretrained_keeps(
+    tmp_path: Path, kind: str, dtype: str, kept: str
+) -> None:
+    """Some models in float16 only, some in bfloat16 too; on the way in and on the way out."""
+    model = build(kind)
+    model.save_pretrained(tmp_path / "hub")
+    wanted = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    expected = type(model).from_pretrained(tmp_path / "hub", dtype=wanted).state_dict()
+    assert any(t.dtype == torch.float32 and kept in name for name, t in expected.items()) == bool(kept)
+    ckptool.import_hf(str(tmp_path / "hub"), "cast", root=tmp_path, dtype=dtype)
+    ckptool.import_hf(str(tmp_path / "hub"), "plain", root=tmp_path)
+    ckptool.export("plain", root=tmp_path, out=tmp_path / "out", dtype=dtype)
+    cast = ckptool.open_checkpoint(tmp_path / "cast").tensors
+    exported = type(model).from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in expected.items():
+        assert cast[f"model.{name}"].dtype == str(tensor.dtype).removeprefix("torch."), name
+        assert torch.equal(exported[name].float(), tensor.float()), name
+    assert {t.dtype for t in stored.values()} == {t.dtype for t in expected.values()}
 
 
 def test_19_a_tied_head_is_written_on_request(tmp_path: Path) -> None:
