@@ -105,7 +105,7 @@ def find_hf(name: str | Place, root: Place | None = None) -> Place | None:
     return None
 
 
-def _find_model(name: str, root: Place | None) -> Place | None:
+def _find_model(name: str | Place, root: Place | None) -> Place | None:
     """As `find_hf`, and the older forms of a model: `pytorch_model*.bin`, GGUF, Meta's."""
     found = find_hf(name, root)
     return found or next((path for path in possible_places(name, root) if _is_model(path)), None)
