@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -97,6 +98,16 @@ def test_an_installed_wheel_works_without_the_repository(wheel: Path, tmp_path: 
     assert [entry["name"] for entry in json.loads(ckpt("ls", "--json"))["checkpoints"]] == ["base", "step-1"]
     ckpt("export", "step-1")
     assert AutoModelForCausalLM.from_pretrained(work / "ckpt" / "step-1-hf").config.model_type == "llama"
+
+
+def test_the_lowest_versions_that_are_allowed_are_those_of_make_test_lowest() -> None:
+    project = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [need for needs in project["optional-dependencies"].values() for need in needs]
+    allowed = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join([*project["dependencies"], *extras]), re.MULTILINE))
+    pins = (TOP / "tests" / "constraints-lowest.txt").read_text(encoding="utf-8")
+    tried = dict(re.findall(r"^([\w-]+)==([\d.]+)$", pins, re.MULTILINE))
+    assert [name for name, version in tried.items() if not f"{version}.".startswith(f"{allowed[name]}.")] == []
+    assert {re.split(r"[^\w-]", need)[0] for need in project["dependencies"]} <= tried.keys()
 
 
 def test_the_citation_names_this_version() -> None:
