@@ -21,6 +21,7 @@ from ckptool.errors import AccessError
 #: sshd allows ten channels a connection unless told otherwise (MaxSessions).
 _NUM_CHANNELS = 8
 _SILENCE_SECONDS = 20.0
+_ANSWER_BYTES = 32 << 10
 _POLICIES = {
     "reject": paramiko.RejectPolicy,
     "warning": paramiko.WarningPolicy,
@@ -147,7 +148,10 @@ class SftpFiles(SFTPFileSystem):
         with self._channel() as channel, channel.open(self._strip_protocol(path), "rb") as file:
             first = start or 0
             last = file.stat().st_size or 0 if end is None else end
-            return b"".join(file.readv([(first, last - first)])) if last > first else b""
+            # In pieces of what one answer brings: of longer ones paramiko copies all it has with each answer.
+            return b"".join(
+                file.readv([(at, min(_ANSWER_BYTES, last - at)) for at in range(first, last, _ANSWER_BYTES)])
+            )
 
     def put_file(
         self, lpath: str, rpath: str, callback: Any = None, sent: Callable[[int], None] | None = None, **kwargs: Any
