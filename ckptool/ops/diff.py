@@ -79,7 +79,9 @@ def diff(
         details[key] for key in ("only_in_one", "only_in_other", "other_kind", "other_shape", "other_objects")
     )
     notes = tuple(_notes(tensors, model_only))
-    return Difference("diff", shown_name(str(one)), None, True, time.monotonic() - start, notes, details, equal, tensors)
+    return Difference(
+        "diff", shown_name(str(one)), None, True, time.monotonic() - start, notes, details, equal, tensors
+    )
 
 
 def layer_summary(tensors: Iterable[TensorDiff]) -> list[dict[str, Any]]:
