@@ -141,12 +141,14 @@ def compare(gigabytes: float, rounds: int, work: Path | None, only: tuple[str, .
         peer_command = [sys.executable, __file__, "peer"]
         hf, dcp, out = str(folder / "hf"), str(folder / "dcp"), str(folder / "out")
         ours = [sys.executable, "-m", "ckptool"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         commands = {
             "cp + sync": ["sh", "-c", f"cp -r {hf} {out} && sync -f {out}"],
             "import torch.distributed.checkpoint": [sys.executable, "-c", "import torch.distributed.checkpoint"],
             "import torch and transformers": [sys.executable, "-c", TRANSFORMERS],
             "ckptool import-hf": [*ours, "import-hf", "-q", hf, out],
             "ckptool import-hf --dtype fp16": [*ours, "import-hf", "-q", "--dtype", "fp16", hf, out],
+            "ckptool import-hf, 2 ranks": [*torchrun, "-m", "ckptool", "import-hf", "-q", hf, out],
             "ckptool export": [*ours, "export", "-q", dcp, "--out", out],
         }
         for peer_name, function in PEERS.items():

@@ -1,8 +1,8 @@
 """How much memory of a GPU a training step needs: arithmetic over a model's sizes, without the model.
 
-It describes what trainer/ does: FSDP2 on every block and then on the rest (the root), but for a rank alone that would gain
-nothing from it; gradients summed in fp32, AdamW, sdpa attention, cross entropy in fp32. A step has four moments at which it may need the most. Gradients are made while
-activations are given back, so the parts are not all there at once:
+It describes what trainer/ does: FSDP2 on every block and then on the rest (the root), but for a rank alone that would
+gain nothing from it; gradients summed in fp32, AdamW, sdpa attention, cross entropy in fp32. A step has four moments at
+which it may need the most. Gradients are made while activations are given back, so the parts are not all there at once:
 
 * the loss: all activations, and the logits several times over; no gradients yet
 * the backward pass of the last block, with which it begins, and of the first, with which it ends
