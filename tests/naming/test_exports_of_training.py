@@ -74,6 +74,8 @@ def test_13_what_must_stay_float32_is_what_from_pretrained_keeps(
     tmp_path: Path, kind: str, dtype: str, kept: str
 ) -> None:
     """Some models in float16 only, some in bfloat16 too; on the way in and on the way out."""
+    if kind not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
     model = build(kind)
     model.save_pretrained(tmp_path / "hub")
     wanted = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
