@@ -157,7 +157,7 @@ class TorchFileSink:
 
 def _fake_tensors() -> FakeTensorMode:
     """A mode in which tensors have no memory. They are the CPU's, so no device is asked for: torch 2.11 built for CUDA
-    dies of a segmentation fault when it asks on a machine without a GPU."""
+    died of a segmentation fault when it asked where the driver was there and CUDA_VISIBLE_DEVICES showed no GPU."""
     from torch._subclasses import FakeTensorMode
 
     class OfTheCpu(FakeTensorMode):

@@ -64,7 +64,7 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def test_no_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Built for CUDA, torch 2.11 dies of a segmentation fault in there when the machine has no GPU."""
+    """Built for CUDA, torch 2.11 died of a segmentation fault in there, with a driver and no GPU to be seen."""
     dcp.save(make_state(), checkpoint_id=tmp_path / "ckpt", no_dist=True)
     asked: list[bool] = []
     monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: asked.append(True))
