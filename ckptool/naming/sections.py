@@ -2,18 +2,20 @@
 
 Trainers save nested dicts: `{"model": ..., "optim": ..., "step": ...}`, the model's tensors bare beside the rest
 (torchtitan), one folder each (accelerate), all of it below a further key (a Stateful of one's own). DCP keeps the keys
-of each entry. No torch here: `inspect` waits for none.
+of each entry, except in safetensors; some dicts are flat to begin with: `model.w`, `optim.state.w.exp_avg`. No torch
+here: `inspect` waits for none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ckptool.core.checkpoint import Manifest
-from ckptool.errors import MismatchError, UnsupportedError, name_some
+from ckptool.errors import MismatchError, NotFoundError, UnsupportedError, name_some
 
 MODEL = "model"
+OPTIMIZER = "optimizer"
 
 #: Key -> section, wherever in an entry's keys it stands first. The rest is of the section "other".
 _KEYS = {
@@ -21,11 +23,11 @@ _KEYS = {
     "model_state_dict": MODEL,
     "module": MODEL,
     "state_dict": MODEL,
-    "optim": "optimizer",
-    "optimizer": "optimizer",
-    "optimizers": "optimizer",
-    "optimizer_state_dict": "optimizer",
-    "optimizer_states": "optimizer",
+    "optim": OPTIMIZER,
+    "optimizer": OPTIMIZER,
+    "optimizers": OPTIMIZER,
+    "optimizer_state_dict": OPTIMIZER,
+    "optimizer_states": OPTIMIZER,
     "lr_scheduler": "schedule",
     "lr_schedulers": "schedule",
     "scheduler": "schedule",
@@ -72,11 +74,12 @@ def read_sections(manifest: Manifest) -> Sections:
     Raises MismatchError when two tensors get one name (wrappers' parts are taken out), UnsupportedError for
     parameters that the first FSDP has joined.
     """
+    told = _told_by_flat_names(manifest)
     of: dict[str, str] = {}
     names: dict[str, str] = {}
     bare: list[str] = []
     for fqn in (*manifest.tensors, *manifest.objects):
-        keys = _keys(fqn, manifest.paths)
+        keys = _keys(fqn, manifest.paths, told)
         place = next((i for i, key in enumerate(keys[:-1]) if _section(key)), None)
         if place is not None:
             of[fqn] = _section(keys[place])
@@ -93,12 +96,57 @@ def read_sections(manifest: Manifest) -> Sections:
     return Sections(of, model, wrappers)
 
 
-def _keys(fqn: str, paths: Mapping[str, tuple[str | int, ...]]) -> list[str]:
-    """The keys that lead to an entry; where none are recorded, a section's name before the first dot is one."""
-    if paths.get(fqn):
-        return [str(key) for key in paths[fqn]]
-    keys = fqn.split(".", 1)
-    return keys if _section(keys[0]) else [fqn]
+def only_model(manifest: Manifest) -> Manifest:
+    """The model's part of a checkpoint, under its names there; one tied to something else becomes a tensor of its own.
+
+    `paths` has the keys of every name: once the rest is gone, a flat `model.w` alone would not tell its section.
+    Raises NotFoundError when there is no model, besides what `read_sections` raises.
+    """
+    chosen = set(read_sections(manifest).model.values())
+    tensors = {fqn: entry for fqn, entry in manifest.tensors.items() if fqn in chosen}
+    if not tensors:
+        where = manifest.location
+        raise NotFoundError(f"{where} has no tensors of a model", hint=f"ckptool inspect {where} shows what it holds")
+    told = _told_by_flat_names(manifest)
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for fqn in tensors:
+        recorded = manifest.paths.get(fqn, ())
+        paths[fqn] = recorded if len(recorded) > 1 else tuple(_keys(fqn, manifest.paths, told))
+    ties = {alias: canonical for alias, canonical in manifest.ties.items() if alias in tensors and canonical in tensors}
+    return replace(manifest, tensors=tensors, objects={}, paths=paths, ties=ties)
+
+
+def model_only_notes(whole: Manifest, model: Manifest) -> tuple[str, ...]:
+    """What to say where `only_model` has kept every tensor."""
+    if len(model.tensors) < len(whole.tensors):
+        return ()
+    return ("--model-only: all tensors are taken for the model's, since no name says that it is an optimizer's",)
+
+
+def _told_by_flat_names(manifest: Manifest) -> frozenset[str]:
+    """The sections that names saved without nesting tell by what stands before their first dot.
+
+    None, unless both a model's and an optimizer's are among them: the Hub's names begin with `model.` too. Beside
+    tensors in no section, such as `lm_head.weight`, `model.` is a part of the model's own names.
+    """
+    flat = [fqn for fqn in (*manifest.tensors, *manifest.objects) if len(manifest.paths.get(fqn, ())) == 1]
+    dotted = {fqn: _section(fqn.partition(".")[0]) for fqn in flat if "." in fqn}
+    found = frozenset(dotted.values())
+    if not {MODEL, OPTIMIZER} <= found:
+        return frozenset()
+    is_bare = any(not section and fqn in manifest.tensors for fqn, section in dotted.items())
+    return found - {"", MODEL} if is_bare else found - {""}
+
+
+def _keys(fqn: str, paths: Mapping[str, tuple[str | int, ...]], told: Collection[str]) -> list[str]:
+    """The keys that lead to an entry. Where none are recorded, a section's name before the first dot is one; where the
+    name is one key, it is if the section is among those `told` by flat names."""
+    recorded = paths.get(fqn, ())
+    if len(recorded) > 1:
+        return [str(key) for key in recorded]
+    first, dot, rest = fqn.partition(".")
+    section = _section(first) if dot else ""
+    return [first, rest] if section and (not recorded or section in told) else [fqn]
 
 
 def _section(key: str) -> str:

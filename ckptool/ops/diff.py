@@ -46,9 +46,9 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints (paths, names under `root`, `latest`) or Hugging Face folders, tensor by tensor.
 
-    `keys` is a glob that names must match. When either side is a Hugging Face folder, or only one has another library's
-    names, the model's tensors alone are compared, under their live names. Memory stays at a few blocks of each side.
-    Raises NotFoundError, DamagedError, UnsafeError, UnsupportedError.
+    `keys` is a glob that names must match. When either side is a folder of safetensors, or only one has another
+    library's names, the model's tensors alone are compared, under their live names. Memory stays at a few blocks of
+    each side. Raises NotFoundError, DamagedError, UnsafeError, UnsupportedError.
     """
     start = time.monotonic()
     model_only = compare_models_only([one, other], root)
@@ -58,7 +58,8 @@ def diff(
     ):
         pairs = pair_up(here.manifest, there.manifest, keys, model_only)
         if keys != "*" and not (pairs.both or pairs.only_one or pairs.only_other or pairs.objects):
-            raise NotFoundError(f"nothing matches {keys!r}", hint="ckptool inspect shows the names")
+            hint = "only model.* is compared here" if model_only else "ckptool inspect shows the names"
+            raise NotFoundError(f"nothing matches {keys!r}", hint=hint)
         tensors, reshaped = _diff_tensors(here, there, pairs, progress)
         objects = [fqn for fqn in pairs.objects if not same_object(here, there, fqn)]
     details = {
@@ -132,7 +133,7 @@ def _diff_tensors(
 
 def _notes(tensors: Iterable[TensorDiff], model_only: bool) -> Iterable[str]:
     if model_only:
-        yield "a Hugging Face folder holds the model alone: only model.* is compared"
+        yield "only model.* is compared: one side is a model as such, or has another library's names"
     num_nan = sum(tensor.num_nan_both for tensor in tensors)
     if num_nan:
         yield f"{num_nan} elements are NaN on both sides and count as equal"

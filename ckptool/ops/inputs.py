@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from ckptool.formats.hf_folder import SINGLE_NAME, HfSource, copy_side_files, mo
 from ckptool.formats.meta_folder import ORIGINAL, find_meta
 from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.naming.groups import NamePlan, keep_names
+from ckptool.naming.sections import OPTIMIZER, read_sections
 from ckptool.storage.files import Place, os_errors
 from ckptool.storage.place import fetched
 
@@ -151,6 +153,8 @@ class MadeFiles:
 
 
 def _open_folder(path: Place, stored: Stored, cast: str | None) -> ModelInput:
+    if isinstance(stored, ShardedSafetensors):
+        _take_model(stored)
     source: Source = stored
     is_model = path.is_dir() or (stored.folder / CONFIG_NAME).exists()
     folder = model_folder(stored.folder) if is_model else fetched(stored.folder, ())
@@ -166,6 +170,18 @@ def _open_folder(path: Place, stored: Stored, cast: str | None) -> ModelInput:
     names = name_tensors(folder, path.name, source, cast, dequantised=bool(method))
     side = CopiedFiles(folder, dtype if method else None, is_model)
     return ModelInput(source, names, dtype, side, method, tuple(notes))
+
+
+def _take_model(stored: ShardedSafetensors) -> None:
+    """Leave out the optimizer and what else was saved beside the model; the model's tensors get its own names."""
+    manifest, sections = stored.manifest, read_sections(stored.manifest)
+    if OPTIMIZER not in sections.of.values():
+        return
+    tensors = {name: dataclasses.replace(manifest.tensors[fqn], fqn=name) for name, fqn in sections.model.items()}
+    stored.manifest = dataclasses.replace(manifest, tensors=tensors, paths={name: (name,) for name in tensors})
+    taken = set(sections.model.values())
+    rest = [fqn for fqn in manifest.tensors if fqn not in taken]
+    stored.notes.append(f"left out, since only the model is read: {name_some(rest)}")
 
 
 def _dequantised(

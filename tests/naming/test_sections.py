@@ -191,3 +191,25 @@ def test_reshard_takes_the_model_alone_from_any_layout(tmp_path: Path, model: An
     assert run(["reshard", str(path), str(tmp_path / "two"), "--world-size", "2", "--model-only"]) == 0
     assert {fqn.split(".")[0] for fqn in read_manifest(tmp_path / "two").tensors} == {"state"}
     assert_exports(tmp_path / "two", like, model)
+
+
+FLAT: dict[str, tuple[list[str], dict[str, str]]] = {
+    "model and optimizer": (["model.w", "optim.state.w.exp_avg", "step"], {"w": "model.w"}),
+    "only a model": (["model.w", "model.v"], {"model.w": "model.w", "model.v": "model.v"}),
+    "the Hub's names": (["model.w", "lm_head.w"], {"model.w": "model.w", "lm_head.w": "lm_head.w"}),
+    "the Hub's names beside an optimizer": (
+        ["model.w", "lm_head.w", "optim.state.model.w.exp_avg"],
+        {"model.w": "model.w", "lm_head.w": "lm_head.w"},
+    ),
+    "a module called optimizer": (
+        ["encoder.w", "optimizer.w"],
+        {"encoder.w": "encoder.w", "optimizer.w": "optimizer.w"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FLAT)
+def test_flat_names_tell_sections_where_a_model_and_an_optimizer_are_there(tmp_path: Path, case: str) -> None:
+    fqns, model = FLAT[case]
+    path = save({fqn: torch.ones(2) for fqn in fqns}, tmp_path / "c")
+    assert read_sections(read_manifest(path)).model == model
