@@ -39,8 +39,9 @@ def command(
 ) -> None:
     """Copy checkpoint A to B, a path or a name under the root, and read back from the disk what was written.
 
-    A's bytes are compared with its digests on the way, so a damaged checkpoint is not copied. B appears when it is
-    complete. A copy that was interrupted goes on from the files that it had finished.
+    A's bytes are compared with its digests on the way, so a damaged checkpoint is not copied; where A has none (another
+    trainer's, safetensors) they are copied as they are. B appears when it is complete. A copy that was interrupted goes
+    on from the files that it had finished.
     """
     from ckptool.ops.copy import copy
 

@@ -8,6 +8,7 @@ torch's HuggingFaceStorageWriter writes it with save_distributed=True, as NeMo A
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from ckptool.storage.place import range_reader
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
 FILE_PATTERN = "shard-*.safetensors"
+_RANK_NUMBER = re.compile(r"shard-(\d+)-model-")
 
 #: Where NeMo Automodel keeps the config and tokenizer of the model.
 SIDE_FOLDER = ".hf_metadata"
@@ -43,9 +45,12 @@ class ShardedSafetensors:
     def __init__(self, path: Place) -> None:
         beside = path / SIDE_FOLDER
         self.folder = beside if (beside / "config.json").is_file() else path
-        self.notes: list[str] = []
         self._reader = range_reader(path)
         files = sorted(file.name for file in path.glob(FILE_PATTERN))
+        _check_numbers(path, files)
+        #: What to say where no config gives the shapes: tensors reach as far as the parts that are there.
+        self.count_note = f"nothing says how many shard files there should be; {len(files)} were found"
+        self.notes = [] if (self.folder / "config.json").is_file() else [self.count_note]
         parts: dict[str, list[tuple[str, Chunk]]] = {}
         for file in files:
             for name, dtype, chunk in self._read_file(path / file):
@@ -111,6 +116,17 @@ class ShardedSafetensors:
                 raise DamagedError(f"{path}: {name} has an impossible place: {list(corner)[:8]}")
             found.append((name, entry.dtype, Chunk(Box(corner, entry.shape), _place(entry))))
         return found
+
+
+def _check_numbers(path: Place, files: list[str]) -> None:
+    """Ranks are counted from 1, and each writes a file, empty parts and all."""
+    numbers = {int(found[1]) for file in files if (found := _RANK_NUMBER.match(file))}
+    absent = sorted(set(range(1, len(numbers) + 1)) - numbers)
+    if absent:
+        raise DamagedError(
+            f"{path}: shard-{absent[0]:05}-model-*.safetensors is not there, and shard-{max(numbers):05} is",
+            kind="missing",
+        )
 
 
 def _place(entry: TensorEntry) -> Locator | None:

@@ -43,19 +43,21 @@ def plan_import(
     mapping: list[Any] | None = None,
     *,
     may_be_padded: bool = False,
+    may_have_more: bool = False,
 ) -> NamePlan:
     """Groups that make every live tensor of `model` (on meta) from the Hub tensors in `source`.
 
     `dtype` is the cast wanted (None: keep); `same_bytes(a, b)` compares two source tensors and is asked only where a
     tie is stored twice; `mapping` are the transforms (None: those of the model's Hub form). `may_be_padded` is for what
-    a trainer saved: rows beyond the config's vocabulary are cut off. Raises MismatchError for names that don't fit the
-    model, either way, and for wrong shapes.
+    a trainer saved: rows beyond the config's vocabulary are cut off. `may_have_more` lets tensors pass that the model
+    has no place for. Raises MismatchError for names that don't fit the model, either way, and for wrong shapes.
     """
     rule = DtypeRule(model, dtype)
     if mapping is None:
         mapping = get_model_conversion_mapping(model)
     collected, unexpected = _collect_import(model, mapping, source)
-    _check_needless(model, unexpected)
+    if not may_have_more:
+        _check_needless(model, unexpected)
     groups = [_group(model, source, target, *item, rule.of(target)) for target, item in collected.items()]
     naming = Naming(
         NAMING,

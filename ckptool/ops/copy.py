@@ -29,7 +29,7 @@ from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import check_structure
 from ckptool.ops.conversion import Execution, convert, leave
 from ckptool.ops.provenance import new_provenance, write_provenance
-from ckptool.ops.stored import find_stored, read_stored
+from ckptool.ops.stored import find_stored, read_stored, stored_notes
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.digest import digest_file
@@ -62,14 +62,16 @@ def copy(
 ) -> Result:
     """Copy checkpoint `name` to `target_name` (a path, or a name under `root`), and read back what was written.
 
-    Every file is compared with the source's `digests.json` while it is read, and with itself when it is read back.
+    Every file is compared with the source's `digests.json`, where there is one, while it is read, and with itself when
+    it is read back.
     `model_only` writes a new checkpoint of `model.*` instead, without optimizer state, objects and data position.
     An attempt that fails or is killed leaves its finished files for the next one. With `max_bytes_per_s` no more than
     that is read, and no more is sent to a store or read back from it. Hidden files but `.metadata` are left behind; of
     DCP in safetensors `.hf_metadata/` is taken along.
 
-    Raises DamagedError when the source isn't what was written, StorageError when the copy can't be written or doesn't
-    read back; the target then is as it was.
+    Raises DamagedError when the source isn't what was written, MismatchError when DCP in safetensors doesn't have the
+    shapes of the config beside it, StorageError when the copy can't be written or doesn't read back; the target then is
+    as it was.
     """
     start = time.monotonic()
     path = find_stored(name, root)
@@ -95,6 +97,7 @@ def _copy_folder(
     limit: RateLimit,
 ) -> Plan:
     manifest = read_stored(path)
+    notes = list(stored_notes(path))
     digests = read_digests(path, manifest.save_id)
     listed = digests.files if digests else {}
     last = [name for name in (DIGESTS_FILE, METADATA_FILE) if (path / name).exists()]
@@ -102,13 +105,13 @@ def _copy_folder(
     names = [*sorted({*files_below(path), *beside, *listed} - set(last)), *last]
     with os_errors(path):
         num_bytes = sum(safe_join(path, name).stat().st_size for name in names)
-    plan = Plan("copy", str(path), str(target), (), num_bytes, num_bytes, _PIECE_BYTES, num_bytes)
+    plan = Plan("copy", str(path), str(target), (), num_bytes, num_bytes, _PIECE_BYTES, num_bytes, tuple(notes))
     check_disk(target, plan)
     if dry_run:
         return plan
     report = progress(plan) if progress else None
-    notes = _copy_files(path, target, names, listed, overwrite, report, limit)
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes))
+    notes += _copy_files(path, target, names, listed, overwrite, report, limit)
+    return dataclasses.replace(plan, notes=tuple(notes))
 
 
 def _copy_files(

@@ -12,7 +12,7 @@ from ckptool.core.tensors import TensorEntry
 from ckptool.errors import CkptoolError, DamagedError
 from ckptool.naming.dialects import find_dialect
 from ckptool.naming.sections import read_sections
-from ckptool.ops.stored import find_stored, read_stored
+from ckptool.ops.stored import count_notes, find_stored, read_stored
 from ckptool.storage.files import Place, read_json
 
 DATA_POSITION_FILE = "data_position.json"
@@ -39,7 +39,7 @@ def inspect(name: str, *, root: Place | None = None, keys: str = "*") -> Result:
         "provenance": manifest.provenance.to_json() if manifest.provenance else None,
         "data_position": _data_position(path),
     }
-    return Result("inspect", str(path), details=details)
+    return Result("inspect", str(path), notes=count_notes(path), details=details)
 
 
 def _naming(manifest: Manifest) -> dict[str, Any]:

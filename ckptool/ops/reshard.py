@@ -36,7 +36,7 @@ from ckptool.ops.layouts import read_layout
 from ckptool.ops.model_source import ConfigFolder, find_config
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.reshard_links import can_link, fits, link_checkpoint
-from ckptool.ops.stored import StoredSource, find_stored, open_stored
+from ckptool.ops.stored import StoredSource, find_stored, open_stored, stored_notes
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.digest import digest_file
@@ -95,8 +95,9 @@ def reshard(
     lies within one rank's part the data files are hard-linked instead, unless `rewrite`. `resume`, `num_workers`,
     `memory_bytes` and `ranks` are as for `import_hf`.
 
-    The tensors written are compared with the source's digests. Raises UsageError or MismatchError for a mesh or
-    placements that don't fit, DamagedError when the source isn't what was written; the target then is as it was.
+    The tensors written are compared with the source's digests, where there are any. Raises UsageError or MismatchError
+    for a mesh or placements that don't fit, MismatchError too for DCP in safetensors of other shapes than the config's,
+    DamagedError when the source isn't what was written; the target then is as it was.
     """
     start = time.monotonic()
     path = find_stored(name, root)
@@ -104,11 +105,13 @@ def reshard(
     refuse_existing(target, overwrite)
     refuse_own_source(path, target)
     with contextlib.closing(open_stored(path)) as source:
+        read_notes = stored_notes(path)
         job = _open_job(path, target, source, mesh, placements, model_only)
         linked = isinstance(source, DcpSource) and not (rewrite or model_only)
         linked = linked and fits(job.manifest, job.layout) and can_link(path, target)
         stored = {} if linked else assign(job.tensors.values(), job.layout, CHUNK_BYTES, PIECE_BYTES)
         plan = _plan_links(job) if linked else _plan_rewrite(job, stored, num_workers, memory_bytes)
+        plan = dataclasses.replace(plan, notes=(*read_notes, *plan.notes))
         check_disk(target, plan)
         notes = list(plan.notes)
         if linked and not dry_run:

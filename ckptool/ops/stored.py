@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from ckptool.core.checkpoint import Manifest
-from ckptool.formats.dcp_metadata import is_checkpoint, read_manifest
+from ckptool.errors import NotFoundError
+from ckptool.formats.dcp_metadata import checkpoints_inside, is_checkpoint, read_manifest
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
+from ckptool.ops.checks.shard_shapes import check_shard_shapes
 from ckptool.runs import possible_places, resolve
 from ckptool.storage.files import Place
 
@@ -14,15 +18,27 @@ StoredSource = DcpSource | ShardedSafetensors
 #: Where NeMo Automodel keeps them in the folder of a step.
 _MODEL_FOLDER = "model"
 
+_UNSUMMED = "safetensors files carry no checksums: the bytes read were compared with nothing"
+
 
 def find_stored(name: str, root: Place | None = None) -> Place:
     """The folder of the checkpoint that `name` means, in either form. Raises as `resolve` does."""
-    for path in possible_places(name, root):
+    places = possible_places(name, root)
+    for path in places:
         if path.is_dir() and not is_checkpoint(path):
             for folder in (path, path / _MODEL_FOLDER):
                 if folder.is_dir() and is_sharded_folder(folder):
                     return folder
-    return resolve(name, root)
+    try:
+        return resolve(name, root)
+    except NotFoundError as error:
+        whole = next((path for path in places if path.is_dir() and any(path.glob("*.safetensors"))), None)
+        if whole is None or checkpoints_inside(whole):
+            raise
+        raise NotFoundError(
+            f"{whole} holds a model in safetensors files, which is not a checkpoint: it has no .metadata",
+            hint=f"ckptool import-hf {whole} makes one (without a config.json beside them, tensors keep their names)",
+        ) from error
 
 
 def open_stored(path: Place) -> StoredSource:
@@ -36,3 +52,20 @@ def read_stored(path: Place) -> Manifest:
     source = ShardedSafetensors(path)
     source.close()
     return source.manifest
+
+
+def stored_notes(path: Place) -> tuple[str, ...]:
+    """What to say to who copies the checkpoint. Of DCP in safetensors the shapes are checked: raises as
+    `check_shard_shapes` does."""
+    if is_checkpoint(path) or not is_sharded_folder(path):
+        return ()
+    with contextlib.closing(ShardedSafetensors(path)) as source:
+        return (*check_shard_shapes(source), _UNSUMMED)
+
+
+def count_notes(path: Place) -> tuple[str, ...]:
+    """What to say to who looks at the checkpoint: of DCP in safetensors without a config, how many files were found."""
+    if is_checkpoint(path) or not is_sharded_folder(path):
+        return ()
+    with contextlib.closing(ShardedSafetensors(path)) as source:
+        return tuple(source.notes)

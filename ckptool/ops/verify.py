@@ -13,11 +13,13 @@ from ckptool.core.checkpoint import Manifest
 from ckptool.core.findings import Finding, exit_code
 from ckptool.core.interfaces import Progress
 from ckptool.core.plan import Result
-from ckptool.errors import DamagedError, UsageError
+from ckptool.errors import DamagedError, MismatchError, UsageError
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.hf_config import main_dtype
+from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.ops.checks import next_steps
 from ckptool.ops.checks.hf_folder import check_hf_folder, config_dtype
+from ckptool.ops.checks.shard_shapes import check_shard_shapes
 from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import Structure, check_structure
 from ckptool.ops.checks.values import ValueChecks, check_values
@@ -217,6 +219,8 @@ def _check_hf(path: Place, wanted: _Wanted) -> _Checked:
     tensors, findings = check_hf_folder(path)
     files = {chunk.locator.file for entry in tensors.values() for chunk in entry.chunks if chunk.locator}
     checked = _Checked(findings, num_files=len(files), num_tensors=len(tensors))
+    if tensors and path.is_dir() and is_sharded_folder(path):
+        _check_shards(path, checked)
     if wanted.level != "structure":
         checked.notes.append("safetensors files carry no checksums: structure checked only; --against SRC checks bytes")
     if wanted.finite:
@@ -233,3 +237,15 @@ def _check_hf(path: Place, wanted: _Wanted) -> _Checked:
     if wanted.against is not None:
         _check_against(path, wanted, checked)
     return checked
+
+
+def _check_shards(path: Place, checked: _Checked) -> None:
+    """The ranks' parts make whole tensors; are these of the shapes that the config wants?"""
+    step = next_steps.another_copy(path, None)
+    try:
+        with contextlib.closing(ShardedSafetensors(path)) as source:
+            checked.notes += check_shard_shapes(source)
+    except MismatchError as error:
+        checked.findings.append(Finding("mismatched", f"{error} ({error.hint})", file="config.json", next_step=step))
+    except DamagedError as error:
+        checked.findings.append(Finding("corrupt", str(error), file="config.json", next_step=step))

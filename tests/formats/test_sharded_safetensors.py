@@ -155,3 +155,74 @@ def test_parts_that_make_no_tensors_are_refused(tmp_path: Path, fault: str) -> N
         ShardedSafetensors(tmp_path)
     assert ckptool.verify(str(tmp_path)).exit_code == 4
     assert load_file(max(tmp_path.glob("*.safetensors")))["a"].shape == (2, 2)
+
+
+COUNT_NOTE = "nothing says how many shard files there should be; 1 were found"
+
+
+def test_without_the_last_file_the_config_tells(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    max(cut.glob("*.safetensors")).unlink()
+    found = ckptool.verify(str(cut), level="structure")
+    assert found.exit_code == 3 and "config.json wants shape" in found.findings[0].message
+    for command in (["copy", str(cut)], ["reshard", "--world-size", "2", str(cut)]):
+        assert run([*command, str(tmp_path / "no")]) == 3
+        assert "is a shard file missing? 1 were found" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+
+
+def test_without_a_config_the_number_of_files_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    shutil.rmtree(cut / ".hf_metadata")
+    max(cut.glob("*.safetensors")).unlink()
+    commands = (
+        ["verify"],
+        ["inspect"],
+        ["copy", str(tmp_path / "a")],
+        ["reshard", str(tmp_path / "b"), "--mesh", "dp=2"],
+    )
+    for command, *rest in commands:
+        assert run([command, str(cut), *rest, "--json"]) == 0
+        assert COUNT_NOTE in json.loads(capsys.readouterr().out)["notes"]
+        assert run([command, str(cut), *rest, *(["--overwrite"] if rest else [])]) == 0
+        assert COUNT_NOTE in "".join(capsys.readouterr()).replace("\n", " ")
+
+
+def test_a_copy_says_that_there_are_no_checksums(folder: Path, tmp_path: Path) -> None:
+    copied = ckptool.copy(str(folder), str(tmp_path / "copy"))
+    resharded = ckptool.reshard(str(folder), str(tmp_path / "two"), mesh=Mesh.of({"dp": 2}))
+    for result in (copied, resharded):
+        assert [note for note in result.notes if note.startswith("safetensors files carry no checksums")]
+
+
+def test_tensors_that_the_model_lacks_are_let_pass(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "more")
+    info = {"DCP_SHARDING_INFO": json.dumps({"v_head.weight": {"saved_offsets": [0, 0]}})}
+    save_file(
+        {"v_head.weight": torch.ones(1, 2)}, tmp_path / "more" / "shard-00001-model-00002-of-00002.safetensors", info
+    )
+    assert ckptool.verify(str(tmp_path / "more")).exit_code == 0
+
+
+def test_a_hole_in_the_numbers_of_files_is_refused(tmp_path: Path) -> None:
+    for number in (1, 3):
+        info = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [number // 2, 0]}})}
+        save_file({"a": torch.ones(1, 2)}, tmp_path / f"shard-{number:05}-model-00001-of-00001.safetensors", info)
+    with pytest.raises(DamagedError, match="shard-00002-model"):
+        ShardedSafetensors(tmp_path)
+
+
+def test_a_consolidated_folder_is_sent_to_import_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file({"a": torch.ones(2, 2)}, whole / "model-00001-of-00001.safetensors")
+    for command in (["copy", str(whole)], ["reshard", "--world-size", "2", str(whole)]):
+        assert run([*command, str(tmp_path / "no")]) == 1
+        assert f"ckptool import-hf {whole}" in capsys.readouterr().err.replace("\n", "")
+    assert run(["import-hf", str(whole), "taken", "--root", str(tmp_path)]) == 0
