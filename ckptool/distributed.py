@@ -90,7 +90,7 @@ def load(
     Names, shapes and dtypes are compared with the checkpoint's metadata before any tensor byte is read. The template's
     top-level keys choose the sections that must match whole: `{"model": ...}` ignores the checkpoint's `optim`.
     `allow_missing` are fqns that the checkpoint may lack, `ignore` prefixes of names in the checkpoint that are not
-    wanted, `allow_cast` permits loading into another floating-point dtype.
+    wanted, `allow_cast` permits loading into another floating-point dtype that holds all numbers.
 
     What was read is compared with the checkpoint's digests before this returns.
 

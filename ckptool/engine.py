@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import math
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -19,6 +18,7 @@ from ckptool.core.parts import FileRecord, Part, PlanItem
 from ckptool.core.plan import BATCH_BYTES, PIECES_IN_FLIGHT, item_pieces
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, name_some
+from ckptool.formats.casts import check_overflow
 from ckptool.planner import group_bytes
 from ckptool.storage import buffers
 from ckptool.storage.fetch_ahead import LIMIT_BYTES, FetchAhead, room
@@ -61,7 +61,7 @@ def run(
 
     `report(num_bytes)` is called after each written piece, `on_done` with the files of each part that is on the disk.
     Groups of tensors that are converted together, in memory, wait for each other when they don't fit in `budget`. What
-    is fetched ahead from a store takes a third as much beside them.
+    is fetched ahead from a store takes a quarter as much beside them.
     Errors of the source and the sink pass through, the first one; the caller finishes the sink after a normal return.
     """
     budget = budget or MemoryBudget(None)
@@ -72,7 +72,7 @@ def run(
             on_done(records)
         return records
 
-    fetched_bytes = budget.total_bytes // 3 if budget.total_bytes else LIMIT_BYTES
+    fetched_bytes = budget.total_bytes // 4 if budget.total_bytes else LIMIT_BYTES
     with room(fetched_bytes, num_workers), ThreadPoolExecutor(num_workers, "part") as workers:
         futures = [workers.submit(do, part) for part in parts]
         try:
@@ -204,7 +204,7 @@ def _read_batch(source: Source, batch: list[_Piece], reading: _Buffer, casting: 
         if len(data):
             before, after = _as_tensor(data, one.dtype), _as_tensor(out, piece.entry.dtype)
             after.copy_(before)
-            _check_overflow(piece.source, before, after)
+            check_overflow(piece.source, before, after)
     return made
 
 
@@ -232,31 +232,8 @@ def read_whole(source: Source, fqn: str, dtype: str) -> torch.Tensor:
     if tensor.numel():
         source.read_into(fqn, Box.whole(stored.shape), _as_memory(tensor.view(-1)))
     cast = tensor.to(getattr(torch, dtype))
-    _check_overflow(fqn, tensor, cast)
+    check_overflow(fqn, tensor, cast)
     return cast
-
-
-def _check_overflow(fqn: str, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Raise MismatchError when a cast made an infinity of a number."""
-    if (
-        after.dtype == before.dtype
-        or not (after.is_floating_point() and after.numel())
-        or _holds_all_of(after.dtype, before.dtype)
-    ):
-        return
-    if after.itemsize > 1 and all(math.isfinite(extreme) for extreme in torch.aminmax(after)):
-        return  # which takes a fortieth of the time of counting
-    num_lost = int(after.isinf().sum()) - int(before.isinf().sum())
-    if num_lost:
-        raise MismatchError(
-            f"{fqn}: {num_lost} values are too large for {str(after.dtype).removeprefix('torch.')}",
-            hint="--dtype bf16 has the range of fp32",
-        )
-
-
-def _holds_all_of(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """True when no finite number of `narrow` is too large for `wide`."""
-    return narrow.is_floating_point and torch.finfo(wide).max >= torch.finfo(narrow).max
 
 
 def _check_made(targets: tuple[TensorEntry, ...], made: Mapping[str, torch.Tensor]) -> None:

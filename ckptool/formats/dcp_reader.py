@@ -23,6 +23,7 @@ from ckptool.core.box import Box
 from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import Chunk
 from ckptool.errors import CkptoolError, DamagedError, MismatchError
+from ckptool.formats.casts import check_overflow
 from ckptool.formats.dcp_source import DcpSource, load_blob
 from ckptool.formats.dcp_torch import stored_chunks, to_torch_metadata
 from ckptool.storage.fetch_ahead import FetchAhead
@@ -139,6 +140,7 @@ class SourceReader(TorchStorageReader):
             self._fill(fqn, chunk, box, memoryview(stored.reshape(-1).view(torch.uint8).numpy().data))
             if not direct:
                 target.copy_(stored)
+                check_overflow(fqn, stored, target, hint="bfloat16 has the range of float32")
         planner.commit_tensor(item, target)
 
     def _fill(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:

@@ -11,6 +11,7 @@ from ckptool.core.box import Box
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import MismatchError, NotFoundError, UnsupportedError, UsageError, name_some
 from ckptool.formats.adapter_config import AdapterConfig
+from ckptool.formats.casts import check_overflow
 from ckptool.formats.dcp_metadata import MODEL_PREFIX
 from ckptool.naming.adapter_names import LowRank, base_name, find_adapter, is_matrix
 from ckptool.ops.model_source import ModelSource, find_config
@@ -166,7 +167,9 @@ class MergedSource(ModelSource):
         a = self._matrix(low_rank.a, Box((0, column), (low_rank.rank, num_columns)))
         product = (b @ a).T if is_transposed else b @ a
         weight = torch.frombuffer(out, dtype=getattr(torch, self.manifest.tensors[fqn].dtype)).view(box.sizes)
-        weight.copy_(weight.float() + product * self._adapter.scales[module])
+        merged = weight.float() + product * self._adapter.scales[module]
+        weight.copy_(merged)
+        check_overflow(fqn, merged, weight, hint="the sum has the base's dtype: import the base in bf16 or fp32")
 
     def versions(self) -> tuple[str, ...]:
         """What is added to the base, in words that change with it."""

@@ -37,13 +37,17 @@ def _to_hub_names(job: ExportJob, state: dict[str, Any]) -> dict[str, Any]:
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
+    from ckptool.formats.casts import check_overflow
+    from ckptool.formats.dcp_metadata import MODEL_PREFIX
     from ckptool.naming.meta_model import DtypeRule, build_meta_model, is_custom_code
     from ckptool.naming.transformers_names import recorded_transforms
     from ckptool.naming.vocabulary import find_padded
 
     def cast(name: str, wanted: str | None) -> Any:
         stored = str(state[name].dtype).removeprefix("torch.")
-        return state[name].to(getattr(torch, cast_dtype(stored, wanted)))
+        made = state[name].to(getattr(torch, cast_dtype(stored, wanted)))
+        check_overflow(MODEL_PREFIX + name, state[name], made)
+        return made
 
     config = job.read_config()
     if config is None or is_custom_code(config):

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.core.box import Box
+from ckptool.core.dtypes import CASTABLE
 from ckptool.core.interfaces import Progress
 from ckptool.core.parts import PlanItem, one_part
 from ckptool.core.plan import Plan, Result
 from ckptool.core.provenance import Naming
 from ckptool.core.tensors import Chunk, TensorEntry
 from ckptool.errors import UnsupportedError, name_some
+from ckptool.formats.casts import check_overflow
 from ckptool.formats.hf_config import main_dtype
 from ckptool.formats.hf_folder import copy_side_files, is_weight_file, side_files
 from ckptool.hub import Located
@@ -79,12 +81,27 @@ def _load(folder: Path, cast: str | None) -> tuple[Any, tuple[str, ...]]:
     model, info = model_class.from_pretrained(
         folder, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
+    _check_cast(model, folder)
     notes = []
     if missing := set(info["missing_keys"]):
         notes.append(f"NOT in the weights, initialised by transformers: {name_some(missing)}")
     if unexpected := set(info["unexpected_keys"]):
         notes.append(f"left out, the model doesn't use them: {name_some(unexpected)}")
     return model, tuple(notes)
+
+
+def _check_cast(model: Any, folder: Path) -> None:
+    """Raise MismatchError when transformers' cast made an infinity of a number in the weights of `folder`."""
+    import torch
+
+    floats = {n: t for n, t in model.state_dict().items() if str(t.dtype).removeprefix("torch.") in CASTABLE}
+    if not any(bool(tensor.isinf().any()) for tensor in floats.values()):
+        return
+    # Which of these infinities the weights have themselves can only be seen in a dtype that holds all of them.
+    wide = type(model).from_pretrained(folder, dtype=torch.float64, local_files_only=True, trust_remote_code=False)
+    stored = wide.state_dict()
+    for name, tensor in floats.items():
+        check_overflow(name, stored[name], tensor)
 
 
 def _plan(located: Located, target: Place, state: dict[str, Any], notes: tuple[str, ...]) -> Plan:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ckptool.core.dtypes import DTYPE_OPTIONS
 from ckptool.core.plan import Plan
+from ckptool.core.text import size
 from ckptool.errors import StorageError, UsageError
 from ckptool.runs import default_root, is_step_name
 from ckptool.storage.files import Place
@@ -83,6 +84,6 @@ def _check_free(target: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
-            f"{target} needs {needed / 1e9:.2f} GB and its disk has {free / 1e9:.2f} GB free",
+            f"{target} needs {size(needed)} and its disk has {size(free)} free",
             hint="free some space, or choose another place",
         )

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckptool import DamagedError, NotFoundError, StorageReader
+import ckptool
+from ckptool import DamagedError, MismatchError, NotFoundError, StorageReader
 from ckptool.storage.files import RangeReader
 from tests.spawn import run_ranks
 
@@ -102,6 +103,14 @@ def test_another_dtype_is_refused_or_asked_for(tmp_path: Path) -> None:
         load(state, StorageReader(saved(tmp_path / "c")))
     load(state, StorageReader(tmp_path / "c", allow_cast=True))
     assert torch.equal(state["model"]["rows"], tensors()["rows"].double())
+
+
+def test_a_cast_that_would_make_an_infinity_is_refused(tmp_path: Path) -> None:
+    dcp.save({"a": torch.tensor([1.0, 1e6, float("inf")])}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(CheckpointException, match="a: 1 values are too large for float16"):
+        load({"a": torch.zeros(3, dtype=torch.float16)}, StorageReader(tmp_path / "c", allow_cast=True))
+    with pytest.raises(MismatchError, match="a: 1 values are too large for float16"):
+        ckptool.load({"a": torch.zeros(3, dtype=torch.float16)}, tmp_path / "c", allow_cast=True)
 
 
 def test_a_checkpoint_that_can_not_be_read_is_refused_at_once(tmp_path: Path) -> None:

@@ -91,6 +91,14 @@ def test_the_merged_model_computes_the_same(root: Path, tmp_path: Path, name: st
         torch.testing.assert_close(tensor, expected[key], atol=1e-6, rtol=1e-6)
 
 
+def test_a_merged_weight_too_large_for_the_base_s_dtype(root: Path, tmp_path: Path) -> None:
+    ckptool.import_hf(str(root / "hub"), "narrow", root=tmp_path, dtype="fp16")
+    options: dict[str, Any] = {"base": str(tmp_path / "narrow"), "lora_alpha": 1e7, "out": tmp_path / "merged"}
+    with pytest.raises(MismatchError, match="values are too large for float16"):
+        ckptool.export("foreign", root=root, adapter="merge", **options)
+    assert not (tmp_path / "merged").exists()
+
+
 def test_ranks_of_their_own(root: Path, tmp_path: Path) -> None:
     model = adapted(root / "hub", rank_pattern={"model.layers.1.self_attn.q_proj": 2})
     dcp.save({"model": matrices(model)}, checkpoint_id=tmp_path / "c", no_dist=True)

@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptool
-from ckptool.errors import DamagedError, MismatchError, NotFoundError, TargetExistsError, UsageError
+from ckptool.core.plan import Plan
+from ckptool.errors import DamagedError, MismatchError, NotFoundError, StorageError, TargetExistsError, UsageError
+from ckptool.ops.targets import check_disk
 from tests.tiny_models import llama, mixtral, save_folder
 
 
@@ -84,7 +86,32 @@ def test_a_number_too_large_for_the_dtype(tmp_path: Path, make: object) -> None:
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(MismatchError, match="1 values are too large for float16"):
         ckptool.import_hf(str(folder), "base", root=tmp_path, dtype="fp16")
-    ckptool.import_hf(str(folder), "base", root=tmp_path, dtype="bf16")
+    with pytest.raises(MismatchError, match="1 values are too large for float16"):
+        ckptool.import_hf(str(folder), "base", root=tmp_path, dtype="fp16", engine="transformers")
+    assert not (tmp_path / "base").exists()
+    ckptool.import_hf(str(folder), "base", root=tmp_path)
+    with pytest.raises(MismatchError, match="1 values are too large for float16"):
+        ckptool.export("base", root=tmp_path, dtype="fp16", engine="torch")
+    assert not (tmp_path / "base-hf").exists()
+    with pytest.raises(MismatchError, match="1 values are too large for float16"):
+        ckptool.export("base", root=tmp_path, dtype="fp16")
+    ckptool.import_hf(str(folder), "base", root=tmp_path, dtype="bf16", overwrite=True)
+
+
+def test_an_infinity_that_was_there_stays(tmp_path: Path) -> None:
+    folder = save_folder(llama(), tmp_path / "model")
+    stored = load_file(folder / "model.safetensors")
+    stored["model.norm.weight"][1] = float("inf")
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    for engine in ("stream", "transformers"):
+        ckptool.import_hf(str(folder), engine, root=tmp_path, dtype="fp16", engine=engine)
+    assert ckptool.diff("stream", "transformers", root=tmp_path).exit_code == 0
+
+
+def test_sizes_that_do_not_fit_are_told_in_a_unit_that_suits(tmp_path: Path) -> None:
+    plan = Plan("import-hf", "a", "b", (), 0, 0, 0, 2 * 10**18)
+    with pytest.raises(StorageError, match=r"c needs 2000\.0 PB and its disk has [\d.]+ [kMGTP]B free"):
+        check_disk(tmp_path / "c", plan)
 
 
 def test_a_glob_that_matches_nothing_is_no_equality(base: Path) -> None:
