@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def locate(
     if is_offline():
         # One file is asked for, because the cache need not hold all of the repository: only what an import reads.
         return _in_cache(repo, _snapshot(repo, revision, "config.json"))
-    return _from_hub(repo, revision, weights, local_cache, show_progress)
+    with _named_as_no_path(src):
+        return _from_hub(repo, revision, weights, local_cache, show_progress)
 
 
 def locate_config(src: str, revision: str | None) -> Place:
@@ -72,7 +74,8 @@ def locate_config(src: str, revision: str | None) -> Place:
         path = locate(src, revision).path
         folder = path.parent if path.name == "config.json" else path
     else:
-        folder = _snapshot(*repository, "config.json")
+        with _named_as_no_path(src):
+            folder = _snapshot(*repository, "config.json")
     for candidate in (folder, folder / "hf"):
         if (candidate / "config.json").is_file():
             return candidate
@@ -89,6 +92,17 @@ def _repository(src: str, revision: str | None) -> tuple[str, str | None] | None
     if url is not None or is_url(src) or place(src).exists() or not _REPO_ID.fullmatch(src):
         return None
     return src, revision
+
+
+@contextmanager
+def _named_as_no_path(src: str) -> Iterator[None]:
+    """A Hub that can't be asked doesn't know either whether `src` is a mistyped path: the hint says so."""
+    try:
+        yield
+    except StorageError as error:
+        if not is_url(src):
+            error.hint = f"there is no file or folder {src} here, so it was taken for a Hub id; " + error.hint
+        raise
 
 
 def _origin(path: Place) -> dict[str, Any]:

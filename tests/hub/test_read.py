@@ -108,6 +108,15 @@ def test_a_hub_that_only_fails_ends_in_one_line(hub: Hub, tmp_path: Path) -> Non
     assert not (tmp_path / "tiny-llama").exists()
 
 
+def test_a_hub_that_fails_may_have_been_asked_for_a_mistyped_path(hub: Hub) -> None:
+    hub.fault = lambda method, path: "503"
+    for src, is_named in (("nosuch", True), ("org/nosuch", True), ("hf://org/nosuch", False)):
+        with pytest.raises(StorageError, match="failed 6 times") as raised:
+            locate(src, None)
+        assert (f"there is no file or folder {src} here" in raised.value.hint) == is_named
+        assert raised.value.hint.endswith("try again later")
+
+
 @pytest.mark.parametrize("answer", ["429 7", "429 t7"])
 def test_a_server_s_wait_is_kept_to(hub: Hub, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
