@@ -33,6 +33,8 @@ _MAX_PART_BYTES = 255
 
 def explain_os_error(error: OSError, path: Place | str) -> CkptoolError:
     """The ckptool error that says what an OSError means for the person at the keyboard."""
+    if error.filename2 is not None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        path = os.fsdecode(error.filename2)  # of a copy, what is written
     if error.errno == errno.ENOSPC:
         return StorageError(f"no space left on the disk of {path}", hint="free some space, or choose another folder")
     if error.errno in (errno.EACCES, errno.EPERM):

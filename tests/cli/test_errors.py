@@ -27,6 +27,7 @@ from ckptool.cli.main import run
         (click.Abort(), 130, "interrupted\n"),
         (PermissionError(errno.EACCES, "no", "/x"), 1, "error: permission denied: /x\n"),
         (OSError(errno.ENOSPC, "full", "/x"), 1, "error: no space left on the disk of /x\n"),
+        (OSError(errno.ENOSPC, "full", "/read", None, "/written"), 1, "error: no space left on the disk of /written\n"),
         (MemoryError(), 1, "error: out of memory\n"),
         (errors.DamagedError("two\nlines\x1b[0m"), 4, "error: two\\nlines\\x1b[0m\n"),
     ],
