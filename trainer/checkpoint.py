@@ -279,7 +279,14 @@ def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: s
         for change in [change for edit in state.position.edits[len(record.edits) :] for change in edit.changes]:
             log.say(f"accepted: {change}")
     else:
-        state.position = state.position.at(record)
+        try:
+            state.position = state.position.at(record)
+        except MismatchError as error:
+            error.hint = (
+                "give the data, --seq-len and --seed of that run; --accept-data-change REASON goes on with other data; "
+                "or begin a new run with --init-from"
+            )
+            raise
     state.fed = Fed(record.consumed)
     state.lanes = stored["data"].get("lane", {})
     state.step = step

@@ -58,8 +58,9 @@ CHANGES = {append_a_file: "files.num_files 30 -> 31", swap_two_files: "files.fil
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_data_is_refused_with_the_difference(root, change):
     change(root / "text")
-    with pytest.raises(MismatchError, match=CHANGES[change]):
+    with pytest.raises(MismatchError, match=CHANGES[change]) as raised:
         run(root, steps=4)
+    assert "--accept-data-change REASON" in raised.value.hint
 
 
 def test_changed_data_is_accepted_with_a_reason_that_later_checkpoints_keep(root):
