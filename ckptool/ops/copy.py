@@ -20,16 +20,18 @@ from ckptool.core.interfaces import Progress
 from ckptool.core.interruption import raise_if_interrupted
 from ckptool.core.parts import FileRecord
 from ckptool.core.plan import Plan, Result
-from ckptool.errors import DamagedError, NotFoundError, StorageError
-from ckptool.formats.dcp_metadata import METADATA_FILE, MODEL_PREFIX, is_checkpoint, parse_manifest
+from ckptool.errors import DamagedError, StorageError
+from ckptool.formats.dcp_metadata import METADATA_FILE, is_checkpoint, parse_manifest
 from ckptool.formats.dcp_sink import dcp_parts
 from ckptool.formats.sharded_safetensors import SIDE_FOLDER
 from ckptool.naming.groups import keep_names
+from ckptool.naming.sections import model_only_notes, only_model
 from ckptool.ops.checks.stored_bytes import check_bytes
 from ckptool.ops.checks.structure import check_structure
 from ckptool.ops.conversion import Execution, convert, leave
+from ckptool.ops.model_source import find_config
 from ckptool.ops.provenance import new_provenance, write_provenance
-from ckptool.ops.stored import find_stored, read_stored, stored_notes
+from ckptool.ops.stored import find_stored, open_stored, read_stored, stored_notes
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.digest import digest_file
@@ -64,7 +66,8 @@ def copy(
 
     Every file is compared with the source's `digests.json`, where there is one, while it is read, and with itself when
     it is read back.
-    `model_only` writes a new checkpoint of `model.*` instead, without optimizer state, objects and data position.
+    `model_only` writes a new checkpoint of the model instead, without optimizer state, objects and data position; DCP
+    in safetensors that holds nothing else is copied as it is.
     An attempt that fails or is killed leaves its finished files for the next one. With `max_bytes_per_s` no more than
     that is read, and no more is sent to a store or read back from it. Hidden files but `.metadata` are left behind; of
     DCP in safetensors `.hf_metadata/` is taken along.
@@ -81,10 +84,14 @@ def copy(
     limit = RateLimit(max_bytes_per_s)
     if isinstance(path, StorePath):
         path.store.limit_rate(max_bytes_per_s)  # or what is fetched ahead would come in a rush
-    if model_only and is_checkpoint(path):  # safetensors files of the ranks' parts hold nothing but a model
-        plan = _copy_model(path, target, overwrite, dry_run, progress, limit)
+    whole = read_stored(path) if model_only else None
+    model = only_model(whole) if whole else None
+    notes = model_only_notes(whole, model) if whole and model else ()
+    if model and (is_checkpoint(path) or not notes):
+        plan = _copy_model(path, target, model, overwrite, dry_run, progress, limit)
     else:
         plan = _copy_folder(path, target, overwrite, dry_run, progress, limit)
+    plan = dataclasses.replace(plan, notes=(*notes, *plan.notes))
     return Result("copy", str(target), plan, not dry_run, time.monotonic() - start, plan.notes)
 
 
@@ -218,28 +225,29 @@ def _drop_from_cache(path: Path) -> None:
 def _copy_model(
     path: Place,
     target: Place,
+    manifest: Manifest,
     overwrite: bool,
     dry_run: bool,
     progress: Callable[[Plan], Progress] | None,
     limit: RateLimit,
 ) -> Plan:
     from ckptool.formats.dcp_sink import DcpSink
-    from ckptool.formats.dcp_source import DcpSource
 
-    with contextlib.closing(DcpSource(path)) as source:
-        manifest = source.manifest
+    with contextlib.closing(open_stored(path)) as source:
         digests = read_digests(path, manifest.save_id)
-        ties = _model_ties(manifest)
-        plan = _plan_model(path, target, manifest, ties)
+        folder, side_files = _hf_files(path)
+        plan = _plan_model(target, manifest, sum((folder / name).stat().st_size for name in side_files))
+        if not is_checkpoint(path):
+            note = "the ranks' safetensors files hold more than the model, which is written as plain DCP"
+            plan = dataclasses.replace(plan, notes=(*stored_notes(path), *plan.notes, note))
         check_disk(target, plan)
         if dry_run:
             return plan
         tensors = {entry.fqn: entry for item in plan.items for entry in item.targets}
-        paths = {f: manifest.paths.get(f, ("model", f.removeprefix(MODEL_PREFIX))) for f in (*tensors, *ties)}
 
         def beside(content: Path) -> None:
-            for name in _hf_files(path):
-                copy_file(path, content, name, None)
+            for name in side_files:
+                copy_file(folder, content / "hf", name, None)
             _write_model_provenance(content, manifest)
 
         def limited(plan: Plan) -> Progress:
@@ -259,7 +267,7 @@ def _copy_model(
             source,
             path,
             target,
-            lambda content: DcpSink(content, tensors, paths, ties),
+            lambda content: DcpSink(content, tensors, manifest.paths, manifest.ties),
             Execution(overwrite=overwrite, progress=limited),
             before=beside,
             after=lambda content: _check_model(content, digests, is_here=isinstance(target, Path)),
@@ -267,17 +275,8 @@ def _copy_model(
     return dataclasses.replace(plan, notes=(*plan.notes, *notes))
 
 
-def _model_ties(manifest: Manifest) -> dict[str, str]:
-    """The ties between names of the model; a name tied to something else is copied as a tensor of its own."""
-    return {a: c for a, c in manifest.ties.items() if a.startswith(MODEL_PREFIX) and c.startswith(MODEL_PREFIX)}
-
-
-def _plan_model(path: Place, target: Place, manifest: Manifest, ties: dict[str, str]) -> Plan:
-    shapes = {f: e.shape for f, e in manifest.tensors.items() if f.startswith(MODEL_PREFIX) and f not in ties}
-    if not shapes:
-        raise NotFoundError(
-            f"{path} has no `model.*` tensors to copy", hint=f"ckptool inspect {path} shows what it holds"
-        )
+def _plan_model(target: Place, manifest: Manifest, side_bytes: int) -> Plan:
+    shapes = {fqn: entry.shape for fqn, entry in manifest.tensors.items() if fqn not in manifest.ties}
     return plan_conversion(
         "copy",
         manifest,
@@ -286,13 +285,17 @@ def _plan_model(path: Place, target: Place, manifest: Manifest, ties: dict[str, 
         cut=cut_tensor,
         piece_bytes=_CHUNK_BYTES,
         lay_out=dcp_parts,
-        extra_disk_bytes=sum((path / name).stat().st_size for name in _hf_files(path)),
+        extra_disk_bytes=side_bytes,
         chunk_overhead_bytes=_CHUNK_OVERHEAD_BYTES,
     )
 
 
-def _hf_files(path: Place) -> list[str]:
-    return [f"hf/{name}" for name in files_below(path / "hf")]
+def _hf_files(path: Place) -> tuple[Place, list[str]]:
+    """The folder of the model's config and tokenizer, and the files there."""
+    if is_checkpoint(path):
+        return path / "hf", list(files_below(path / "hf"))
+    config = find_config(path, "")
+    return config.path, list(config.side)
 
 
 def _write_model_provenance(staging: Path, manifest: Manifest) -> None:

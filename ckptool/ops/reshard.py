@@ -21,13 +21,13 @@ from ckptool.core.parts import Part, PlanItem
 from ckptool.core.plan import PIECE_BYTES, Plan, Result
 from ckptool.core.rank_files import Stored, assign, band, groups_of_ranks
 from ckptool.core.tensors import Chunk, TensorEntry
-from ckptool.errors import DamagedError, NotFoundError
+from ckptool.errors import DamagedError
 from ckptool.formats.dcp_metadata import METADATA_FILE, PROVENANCE_FILE, parse_manifest
 from ckptool.formats.dcp_sink import DcpSink
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.sharded_safetensors import ShardedSafetensors
 from ckptool.naming.groups import keep_names
-from ckptool.naming.sections import read_sections
+from ckptool.naming.sections import model_only_notes, only_model
 from ckptool.ops.bands import BandSource
 from ckptool.ops.conversion import Execution, convert
 from ckptool.ops.copy import copy_file
@@ -91,7 +91,7 @@ def reshard(
     """Write checkpoint `name` as `target_name`, stored for the ranks of `mesh`, with all that is in it.
 
     `placements` is a TOML file (see `ops.layouts.read_placements`); without one FSDP2's rule holds, and transformers'
-    plan on the axes tp and ep. `model_only` leaves everything but `model.*` behind. Where every stored chunk already
+    plan on the axes tp and ep. `model_only` leaves everything but the model behind. Where every stored chunk already
     lies within one rank's part the data files are hard-linked instead, unless `rewrite`. `resume`, `num_workers`,
     `memory_bytes` and `ranks` are as for `import_hf`.
 
@@ -113,7 +113,7 @@ def reshard(
         plan = _plan_links(job) if linked else _plan_rewrite(job, stored, num_workers, memory_bytes)
         plan = dataclasses.replace(plan, notes=(*read_notes, *plan.notes))
         check_disk(target, plan)
-        notes = list(plan.notes)
+        notes = [*plan.notes, *(model_only_notes(source.manifest, job.manifest) if model_only else ())]
         if linked and not dry_run:
             with staged_directory(target, overwrite) as staging:
                 _write_beside(job, staging)
@@ -139,27 +139,16 @@ def reshard(
 def _open_job(
     path: Place, target: Place, source: StoredSource, mesh: Mesh, placements: Path | None, model_only: bool
 ) -> _Job:
-    manifest = source.manifest
+    manifest = only_model(source.manifest) if model_only else source.manifest
     if isinstance(source, ShardedSafetensors):
         config = find_config(path, "")
         return _Job(path, target, manifest, None, read_layout(path, manifest, mesh, placements), (), config)
-    known = {*manifest.files, DIGESTS_FILE, PROVENANCE_FILE, METADATA_FILE}
+    known = {*source.manifest.files, DIGESTS_FILE, PROVENANCE_FILE, METADATA_FILE}
     side = [name for name in files_below(path) if name not in known and not name.endswith(".distcp")]
     if model_only:
         side = [name for name in side if name.startswith("hf/")]
-        manifest = _only_model(path, manifest)
     layout = read_layout(path, manifest, mesh, placements)
     return _Job(path, target, manifest, read_digests(path, manifest.save_id), layout, tuple(side))
-
-
-def _only_model(path: Place, manifest: Manifest) -> Manifest:
-    """The model's part of a checkpoint; a name tied to something else becomes a tensor of its own."""
-    chosen = set(read_sections(manifest).model.values())
-    tensors = {fqn: entry for fqn, entry in manifest.tensors.items() if fqn in chosen}
-    if not tensors:
-        raise NotFoundError(f"{path} has no tensors of a model", hint=f"ckptool inspect {path} shows what it holds")
-    ties = {alias: canonical for alias, canonical in manifest.ties.items() if alias in tensors and canonical in tensors}
-    return dataclasses.replace(manifest, tensors=tensors, objects={}, ties=ties)
 
 
 def _plan_links(job: _Job) -> Plan:

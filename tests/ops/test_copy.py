@@ -127,8 +127,8 @@ def test_targets_are_refused_before_anything_is_written(kinds: Path, tmp_path: P
 
 
 def test_a_checkpoint_without_a_model_has_none_to_copy(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "x", no_dist=True)
-    with pytest.raises(NotFoundError, match="no `model"):
+    dcp.save({"optimizer": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "x", no_dist=True)
+    with pytest.raises(NotFoundError, match="no tensors of a model"):
         copy(str(tmp_path / "x"), str(tmp_path / "y"), model_only=True)
 
 
