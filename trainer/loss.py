@@ -134,8 +134,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add `left @ right` to `total`, which may be wider. On a GPU the product itself adds, and rounds nothing."""
-    if total.is_cuda and total.dtype != left.dtype:
+    """Add `left @ right` to `total`, which may be wider. With CUDA the product itself adds, and rounds nothing."""
+    if total.is_cuda and torch.version.hip is None and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right

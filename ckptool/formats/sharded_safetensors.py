@@ -119,7 +119,8 @@ class ShardedSafetensors:
 
 
 def _check_numbers(path: Place, files: list[str]) -> None:
-    """Ranks are counted from 1, and each writes a file, empty parts and all."""
+    """Ranks are counted from 1. One that has nothing to write leaves no file, which can't be told from a lost one, so a
+    hole in the numbers is refused. Raises DamagedError."""
     numbers = {int(found[1]) for file in files if (found := _RANK_NUMBER.match(file))}
     absent = sorted(set(range(1, len(numbers) + 1)) - numbers)
     if absent:

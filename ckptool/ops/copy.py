@@ -31,7 +31,7 @@ from ckptool.ops.checks.structure import check_structure
 from ckptool.ops.conversion import Execution, convert, leave
 from ckptool.ops.model_source import find_config
 from ckptool.ops.provenance import new_provenance, write_provenance
-from ckptool.ops.stored import find_stored, open_stored, read_stored, stored_notes
+from ckptool.ops.stored import find_stored, open_stored, read_stored, source_notes, stored_notes
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.digest import digest_file
@@ -239,7 +239,7 @@ def _copy_model(
         plan = _plan_model(target, manifest, sum((folder / name).stat().st_size for name in side_files))
         if not is_checkpoint(path):
             note = "the ranks' safetensors files hold more than the model, which is written as plain DCP"
-            plan = dataclasses.replace(plan, notes=(*stored_notes(path), *plan.notes, note))
+            plan = dataclasses.replace(plan, notes=(*source_notes(source), *plan.notes, note))
         check_disk(target, plan)
         if dry_run:
             return plan

@@ -36,7 +36,7 @@ from ckptool.ops.layouts import read_layout
 from ckptool.ops.model_source import ConfigFolder, find_config
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.reshard_links import can_link, fits, link_checkpoint
-from ckptool.ops.stored import StoredSource, find_stored, open_stored, stored_notes
+from ckptool.ops.stored import StoredSource, find_stored, open_stored, source_notes
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
 from ckptool.storage.digest import digest_file
@@ -105,7 +105,7 @@ def reshard(
     refuse_existing(target, overwrite)
     refuse_own_source(path, target)
     with contextlib.closing(open_stored(path)) as source:
-        read_notes = stored_notes(path)
+        read_notes = source_notes(source)
         job = _open_job(path, target, source, mesh, placements, model_only)
         linked = isinstance(source, DcpSource) and not (rewrite or model_only)
         linked = linked and fits(job.manifest, job.layout) and can_link(path, target)

@@ -60,7 +60,12 @@ def stored_notes(path: Place) -> tuple[str, ...]:
     if is_checkpoint(path) or not is_sharded_folder(path):
         return ()
     with contextlib.closing(ShardedSafetensors(path)) as source:
-        return (*check_shard_shapes(source), _UNSUMMED)
+        return source_notes(source)
+
+
+def source_notes(source: StoredSource) -> tuple[str, ...]:
+    """The same for a checkpoint that is open."""
+    return (*check_shard_shapes(source), _UNSUMMED) if isinstance(source, ShardedSafetensors) else ()
 
 
 def count_notes(path: Place) -> tuple[str, ...]:

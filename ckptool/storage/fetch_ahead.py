@@ -38,7 +38,6 @@ LIMIT_BYTES = NUM_CONNECTIONS * (RANGE_BYTES + _REST_BYTES)
 #: A range counts as so much at least: thousands of small ones would wait for connections all the same.
 _LEAST_BYTES = 1 << 20
 
-
 #: Of so many reads some would have told of ranges in a store.
 _MAX_LOCAL_READS = 100
 
