@@ -48,7 +48,7 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
             block.compile()
     num_micro_steps = math.ceil(config.global_batch_size / (config.micro_batch_size * ranks.num_data_ranks))
     if not parallel.gains_nothing_from_sharding(model, ranks.world_size, computed, num_micro_steps, config.cpu_offload):
-        parallel.shard(model, blocks, ranks, computed, config.cpu_offload)
+        parallel.shard(model, blocks, ranks, computed, config.cpu_offload, config.reshard_after_forward)
     materialize(model, ranks.device, ties, config.cpu_offload)
     if adapter:
         init_adapter(model, config.seed)

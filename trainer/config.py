@@ -52,6 +52,7 @@ class TrainConfig:
     dp_replicate: int
     tp: int
     cpu_offload: bool
+    reshard_after_forward: bool
     deterministic: bool
     activation_checkpointing: str
     compile: bool

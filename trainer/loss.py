@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from trainer.parallel import fsdp_modules
 from trainer.units import IGNORED, MicroBatch
 
 #: Logits that are in memory at a time. On GPUs enough for matrix products at full speed.
@@ -52,16 +53,19 @@ def use_chunks(model: PreTrainedModel, device: torch.device, compile: bool = Fal
     if reason:
         return reason
     of_logits = cast(LossOfLogits, torch.compile(loss_of_logits)) if compile else loss_of_logits
+    head = cast(nn.Linear, model.get_output_embeddings())
+
+    def loss_of_hidden(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return linear_loss(hidden, head.weight, labels, of_logits)
 
     def chunked_loss(labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
         hidden = model.base_model(**inputs).last_hidden_state
-        head = cast(nn.Linear, model.get_output_embeddings())
-        return linear_loss(hidden.flatten(0, -2), head.weight, labels, of_logits)
+        return getattr(head, _METHOD)(hidden.flatten(0, -2), labels)
 
-    setattr(model, _METHOD, chunked_loss)
-    if isinstance(model, FSDPModule):
-        # As a forward pass of the root: the head's weight is gathered once, with what else the root holds.
-        register_fsdp_forward_method(cast(nn.Module, model), _METHOD)
+    for module, method in ((head, loss_of_hidden), (model, chunked_loss)):
+        setattr(module, _METHOD, method)
+        # As a forward pass of that module, where FSDP2 shards it: its weights are gathered for it, once.
+        register_fsdp_forward_method(cast(nn.Module, module), _METHOD)
     return ""
 
 
@@ -148,9 +152,11 @@ def _widened(logits: torch.Tensor) -> torch.Tensor:
 def _why_not(model: PreTrainedModel, device: torch.device) -> str:
     """Why the loss can't be taken from the hidden states and the head's weight; "" when it can."""
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
-        return f"{type(model).__name__}'s head is no plain linear layer"
-    if head._forward_hooks or head._forward_pre_hooks:
+    model_name = _bare_class(model).__name__
+    if head is None or _bare_class(head) is not nn.Linear or head.bias is not None:
+        return f"{model_name}'s head is no plain linear layer"
+    num_of_fsdp = int(isinstance(head, FSDPModule))  # it gathers before the head and gives back after it
+    if max(len(head._forward_hooks), len(head._forward_pre_hooks)) > num_of_fsdp:
         return "its head is split by --tp, or does more than a linear layer"
     hidden: list[torch.Tensor] = []
     entered: list[torch.Tensor] = []
@@ -171,10 +177,15 @@ def _why_not(model: PreTrainedModel, device: torch.device) -> str:
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-        if isinstance(model, FSDPModule):
-            model.reshard()  # a root whose forward pass no backward pass follows stays gathered
+        for module in fsdp_modules(model):
+            module.reshard()  # what no backward pass follows can stay gathered
     if len(hidden) != 1 or len(entered) != 1 or not torch.equal(hidden[0], entered[0]):
-        return f"{type(model).__name__} changes the hidden states before its head"
+        return f"{model_name} changes the hidden states before its head"
     if not torch.equal(left[0].to(logits.dtype), logits):
-        return f"{type(model).__name__} changes the logits after its head"
+        return f"{model_name} changes the logits after its head"
     return ""
+
+
+def _bare_class(module: nn.Module) -> type:
+    """A module's class before FSDP2 made one of it and its own."""
+    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)

@@ -51,6 +51,9 @@ class MemoryAdvice:
         if half.micro_batch_size and self._is_less(half):
             need = self._estimated(half, ": {}")
             ways.append(f"--micro-batch-size {half.micro_batch_size} (the same training, more micro-steps{need})")
+        if not config.reshard_after_forward:
+            need = self._estimated(replace(config, reshard_after_forward=True), ": {}")
+            ways.append(f"--reshard-after-forward (weights of a block at a time{need})")
         if config.activation_checkpointing == "none":
             need = self._estimated(replace(config, activation_checkpointing="block"), ": {}")
             ways.append(f"--activation-checkpointing block (a third more compute, fewer activations{need})")
@@ -112,6 +115,7 @@ class MemoryAdvice:
                 compute_dtype=compute_dtype,
                 loss=config.loss,
                 compiled=config.compile,
+                reshard_after_forward=config.reshard_after_forward,
                 **gpu,
             )
         except CkptoolError:

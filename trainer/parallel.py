@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from ckptool import CkptoolError, UsageError
 from trainer import rendezvous
@@ -139,23 +142,53 @@ def _make_mesh(device: torch.device, world_size: int, dp_replicate: int, tp_size
 
 
 def shard(
-    model: nn.Module, blocks: list[nn.Module], ranks: Ranks, compute_dtype: torch.dtype, cpu_offload: bool = False
+    model: PreTrainedModel,
+    blocks: list[nn.Module],
+    ranks: Ranks,
+    compute_dtype: torch.dtype,
+    cpu_offload: bool = False,
+    reshard_after_forward: bool = True,
 ) -> None:
-    """`fully_shard` each block and then the root, which keeps what no block holds.
+    """`fully_shard` each block, embedding and output head, and then the root, which keeps the rest.
 
-    Tied embeddings and output head are thus in one group, as torch demands. Gradients are summed over ranks, not
-    averaged, because the loss is already divided by the global token count. With `cpu_offload`, weights, gradients and
-    optimizer are on the host, and a block's weights come to the device when it runs.
+    Tied embeddings and head are in the root's group, as torch demands. Gradients are summed over ranks, not averaged,
+    because the loss is already divided by the global token count. Without `reshard_after_forward` the blocks' weights
+    stay gathered until the backward pass. With `cpu_offload`, weights, gradients and optimizer are on the host, and a
+    block's weights come to the device when it runs.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # Pinned memory is a thing of GPUs; on a CPU offloading moves nothing.
     offload = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if cpu_offload else OffloadPolicy()
-    for module in [*blocks, model]:
-        fully_shard(module, mesh=ranks.data_mesh, mp_policy=policy, offload_policy=offload)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+    group = functools.partial(fully_shard, mesh=ranks.data_mesh, mp_policy=policy, offload_policy=offload)
+    for block in blocks:
+        group(block, reshard_after_forward=reshard_after_forward)
+    if ends := _embedding_and_head(model):
+        embedding, head = ends
+        # Its gradient doesn't depend on its weights, and the head's backward pass comes right after its forward.
+        cast(FSDPModule, group(embedding)).set_unshard_in_backward(False)
+        group(head, reshard_after_forward=False)
+    group(model)
+    for module in fsdp_modules(model):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """What FSDP2 gathers and shards as one, the root first; nothing where the model is whole."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _embedding_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module] | None:
+    """Both, where each is a plain layer that shares no parameter with another module.
+
+    Gathered apart from the root, the head comes while the blocks run and its gradient is reduced while theirs are made.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not (isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear)):
+        return None
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    is_shared = any(uses[id(parameter)] > 1 for end in (embedding, head) for parameter in end.parameters())
+    return None if is_shared else (embedding, head)
 
 
 def gains_nothing_from_sharding(

@@ -46,6 +46,12 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss", "buffers
     help="Logits some tokens at a time, or all at once.",
 )
 @click.option("--compile", "compiled", is_flag=True, help="Blocks are compiled, which keeps fewer activations.")
+@click.option(
+    "--reshard-after-forward/--no-reshard-after-forward",
+    default=True,
+    show_default=True,
+    help="Gathered weights of a block are given back after its forward pass, or stay until its backward pass.",
+)
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
 @output_options
 def command(*, src: str, as_json: bool, quiet: bool, **setting: Any) -> None:

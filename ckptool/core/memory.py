@@ -1,12 +1,13 @@
 """How much memory of a GPU a training step needs: arithmetic over a model's sizes, without the model.
 
-It describes what trainer/ does: FSDP2 on every block and then on the rest (the root), but for a rank alone that would
-gain nothing from it; gradients summed in fp32, AdamW, sdpa attention, cross entropy in fp32. A step has four moments at
-which it may need the most. Gradients are made while activations are given back, so the parts are not all there at once:
+It describes what trainer/ does: FSDP2 on every block, on an embedding and a head that aren't tied, and then on the rest
+(the root), but for a rank alone that would gain nothing from it; gradients summed in fp32, AdamW, sdpa attention, cross
+entropy in fp32. A step has four moments at which it may need the most. Gradients are made while activations are given
+back, so the parts are not all there at once:
 
 * the loss: all activations, and the logits several times over; no gradients yet
 * the backward pass of the last block, with which it begins, and of the first, with which it ends
-* the reduction of the root's gradients, when all others are there
+* the reduction of the last gradients, the root's or the embedding's, when all others are there
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class ModelSizes:
     """Sizes of a decoder as one rank of a tensor-parallel group computes it.
 
     `block_parameters` are those of each repeated block, `root_parameters` those of all else, of them `head_parameters`
-    the output head's. Widths are elements a token: `hidden` between blocks, `query` and `key` of all heads together,
-    `mlp` inside the MLP (of all experts that a token goes through), `routed` the copies of the hidden state that are
-    sent to experts. `num_norms` are over the hidden state of a block; `has_head_norms` when queries and keys have some.
+    the output head's and `embedding_parameters` the embedding's, 0 where the two are tied. Widths are elements a token:
+    `hidden` between blocks, `query` and `key` of all heads together, `mlp` inside the MLP (of all experts that a token
+    goes through), `routed` the copies of the hidden state that are sent to experts. `num_norms` are over the hidden
+    state of a block; `has_head_norms` when queries and keys have some.
     """
 
     block_parameters: tuple[int, ...]
@@ -57,6 +59,7 @@ class ModelSizes:
     routed: int = 0
     num_norms: int = 2
     has_head_norms: bool = False
+    embedding_parameters: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -72,7 +75,8 @@ class TrainingSetup:
     """One rank's part of a step. `num_shards` ranks share the parameters; `num_micro_steps` are accumulated.
 
     The head and the loss are computed for at most `loss_chunk_elements` logits at a time, or for all at once (None).
-    Blocks that are `compiled` keep fewer activations. A rank that is `alone` does without FSDP2 where weights are
+    Blocks that are `compiled` keep fewer activations. Without `reshard_after_forward` the blocks' gathered weights stay
+    until their backward pass. A rank that is `alone` does without FSDP2 where weights are
     stored as they are computed with and nothing is accumulated.
     """
 
@@ -85,6 +89,7 @@ class TrainingSetup:
     compute_bytes: int = 2
     loss_chunk_elements: int | None = None
     compiled: bool = False
+    reshard_after_forward: bool = True
     alone: bool = False
 
     @property
@@ -123,31 +128,42 @@ def fsdp_memory(model: ModelSizes, setup: TrainingSetup, checkpointing: str) -> 
     `checkpointing` is one of CHECKPOINTING.
 
     Of a block that runs, a rank holds the whole weights, in the backward pass those of the next one too, the whole
-    gradients, and the fp32 copy of the last block's that is being summed. The root's weights stay whole all the time.
+    gradients, and the fp32 copy of the ones before that are being summed: the last block's, or the head's. The root's
+    weights stay whole all the time, those of a head apart while it runs, of an embedding not in the backward pass.
     """
     if not setup.is_sharded:
         return _unsharded_memory(model, setup, checkpointing)
     compute, shards = setup.compute_bytes, setup.num_shards
     weights, gradients, optimizer = _states(model, setup)
-    block, root = max(model.block_parameters, default=0), model.root_parameters
-    num_wholes = 1 if shards == 1 else 2  # alone, a rank doesn't fetch the next block's weights ahead
-    block_buffers = block * ((num_wholes + 1) * compute + _FP32_BYTES)
-    root_reduction = root * (max(compute, _FP32_BYTES if shards == 1 else 0) + _FP32_BYTES)
+    block, head = max(model.block_parameters, default=0), model.head_parameters
+    is_tied = not model.embedding_parameters
+    root = model.root_parameters if is_tied else model.root_parameters - head - model.embedding_parameters
+    last = root if is_tied else model.embedding_parameters
+    # Alone, a rank doesn't fetch the next block's weights ahead.
+    at_once = block * (1 if shards == 1 else 2)
+    at_most = at_once if setup.reshard_after_forward else sum(model.block_parameters)
+    reduced_before = block if is_tied else max(block, head)
+    last_reduction = last * (max(compute, _FP32_BYTES if shards == 1 else 0) + _FP32_BYTES)
     accumulated = model.num_parameters * _FP32_BYTES if setup.num_micro_steps > 1 else 0
 
     kept, running = _activations(model, setup, checkpointing)
     kept_per_block = kept // max(1, model.num_blocks)
     loss = _loss(model, setup)
     states = weights + optimizer
-    at_backward = states + (root + model.head_parameters) * compute + block_buffers + running
+    head_gradient = head * compute if is_tied else math.ceil(head / shards) * setup.parameter_bytes
+    at_backward = states + (root + block) * compute + running
     moments = {
-        "loss": states + root * compute + accumulated + kept + loss,
-        "last block's backward": at_backward + accumulated + kept,
-        "first block's backward": at_backward + gradients + kept_per_block,
-        "reduction of the root's gradients": states + gradients + root_reduction,
+        "loss": states
+        + (root + (0 if is_tied else head) + (0 if setup.reshard_after_forward else at_most)) * compute
+        + (accumulated + kept + loss),
+        "last block's backward": at_backward
+        + (at_most * compute + reduced_before * _FP32_BYTES + head_gradient + accumulated + kept),
+        "first block's backward": at_backward
+        + (at_once * compute + block * _FP32_BYTES + (head_gradient if is_tied else 0) + gradients + kept_per_block),
+        "reduction of the last gradients": states + gradients + last_reduction,
     }
     moment = max(moments, key=lambda name: moments[name])
-    buffers = max(root * compute + block_buffers, root_reduction) + accumulated
+    buffers = max((root + block + at_most) * compute + reduced_before * _FP32_BYTES, last_reduction) + accumulated
     return Memory(weights, gradients, optimizer, kept + running, loss, buffers, moments[moment], moment)
 
 

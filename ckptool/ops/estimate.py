@@ -75,6 +75,7 @@ def estimate(
     compute_dtype: str = "bf16",
     loss: str = "chunked",
     compiled: bool = False,
+    reshard_after_forward: bool = True,
     revision: str | None = None,
 ) -> Result:
     """Say what each of `num_gpus` GPUs of `gpu_bytes` needs to train the model of `src`: a Hub id, of which only the
@@ -82,9 +83,9 @@ def estimate(
 
     `seq_len` in tokens, the batch sizes in sequences, a global one over all ranks (default: one micro batch a rank).
     `loss` is a key of LOSSES; dtypes are keys of DTYPE_BYTES, that of the optimizer by default the weights', as the
-    trainer has it; `compiled` is the trainer's --compile. `details` has the model's sizes and `ways`: DDP and FSDP2
-    with each `checkpointing` of core.memory.CHECKPOINTING, each with the fields of `core.memory.Memory`,
-    `needed_bytes`, `fits` and `fewest_gpus` (None: no number is enough).
+    trainer has it; `compiled` is the trainer's --compile, `reshard_after_forward` its option of that name. `details`
+    has the model's sizes and `ways`: DDP and FSDP2 with each `checkpointing` of core.memory.CHECKPOINTING, each with
+    the fields of `core.memory.Memory`, `needed_bytes`, `fits` and `fewest_gpus` (None: no number is enough).
     Raises UsageError, NotFoundError, DamagedError or UnsupportedError, one line each.
     """
     ranks = Ranks(num_gpus, dp_replicate, tp)
@@ -98,6 +99,7 @@ def estimate(
         compute_bytes=_dtype_bytes(compute_dtype),
         loss_chunk_elements=LOSSES[loss] if tp == 1 else None,  # a head that is split has the plain loss
         compiled=compiled,
+        reshard_after_forward=reshard_after_forward,
     )
     if min(seq_len, micro_batch_size, gpu_bytes) < 1:
         raise UsageError("the sequence length, the micro batch and the memory of a GPU must be positive")
@@ -165,7 +167,7 @@ def read_sizes(folder: Path, tp: int = 1) -> tuple[ModelSizes, int]:
         raise UnsupportedError(f"{location}: the model is the repository's own code, which is not run")
     model = build_meta_model(folder)
     config = model.config.get_text_config()
-    head = model.get_output_embeddings()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or not getattr(config, "num_attention_heads", None):
         raise UnsupportedError(f"{location}: {type(model).__name__} is no decoder with attention and an output head")
     parameters = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in model.all_tied_weights_keys}
@@ -189,6 +191,7 @@ def read_sizes(folder: Path, tp: int = 1) -> tuple[ModelSizes, int]:
         block_parameters=tuple(blocks.values()),
         root_parameters=sum(counts.values()) - sum(blocks.values()),
         head_parameters=math.prod(tuple(head.weight.shape)) // tp,
+        embedding_parameters=0 if embedding.weight is head.weight else math.prod(tuple(embedding.weight.shape)) // tp,
         vocab=config.vocab_size,
         hidden=hidden,
         query=query // tp,

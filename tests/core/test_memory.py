@@ -18,7 +18,9 @@ LLAMA_7B = ModelSizes(
     mlp=11_008,
 )
 LLAMA_1B = ModelSizes((60_821_504,) * 16, 262_670_336, 262_668_288, 128_256, 2048, 2048, 512, 8192)
-LLAMA_8B = ModelSizes((218_112_000,) * 32, 1_050_677_248, 525_336_576, 128_256, 4096, 4096, 1024, 14_336)
+LLAMA_8B = ModelSizes(
+    (218_112_000,) * 32, 1_050_677_248, 525_336_576, 128_256, 4096, 4096, 1024, 14_336, embedding_parameters=525_336_576
+)
 BF16_WEIGHTS = TrainingSetup(seq_len=4096, parameter_bytes=2, optimizer_bytes=4)
 
 
@@ -68,6 +70,13 @@ def test_gradients_and_activations_are_not_all_there_at_once() -> None:
     assert needs.peak_bytes < sum([*parts, needs.loss_bytes, needs.buffers_bytes])
     assert needs.peak_moment == "last block's backward"
     assert needs.needed_bytes >= needs.peak_bytes + CONTEXT_BYTES
+
+
+def test_weights_that_stay_gathered_are_all_there_with_the_activations() -> None:
+    sharded = replace(BF16_WEIGHTS, num_shards=8)
+    kept = fsdp_memory(LLAMA_7B, replace(sharded, reshard_after_forward=False), "none")
+    all_but_two_blocks = sum(LLAMA_7B.block_parameters[2:]) * 2
+    assert kept.peak_bytes - fsdp_memory(LLAMA_7B, sharded, "none").peak_bytes == all_but_two_blocks
 
 
 def test_accumulated_gradients_are_whole_and_fp32_on_every_rank() -> None:

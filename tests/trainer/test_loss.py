@@ -41,9 +41,9 @@ def make_batch():
     return MicroBatch((0, 1), tokens, labels)
 
 
-def loss_and_gradients(model):
+def loss_and_gradients(model, device=torch.device("cpu")):  # noqa: B008
     model.zero_grad()
-    value = batch_loss(model, make_batch(), torch.device("cpu")) / 7
+    value = batch_loss(model, make_batch(), device) / 7
     value.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return value.item(), {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in gradients.items()}

@@ -26,7 +26,7 @@ LOGITS = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 384, "hea
         (WIDE, 64, 3, "selective", "chunked", "fp32", "last block's backward"),
         (LOGITS, 384, 1, "none", "chunked", "fp32", "loss"),
         (LOGITS, 384, 1, "none", "plain", "fp32", "loss"),
-        (LOGITS, 8, 1, "none", "chunked", "fp32", "reduction of the root's gradients"),
+        (LOGITS, 8, 1, "none", "chunked", "fp32", "reduction of the last gradients"),
         # without FSDP2
         (WIDE, 64, 1, "none", "chunked", "bf16", "first block's backward"),
         (LOGITS, 384, 1, "none", "chunked", "bf16", "loss"),

@@ -104,6 +104,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "dp_replicate": 1,
         "tp": 1,
         "cpu_offload": False,
+        "reshard_after_forward": True,
         "deterministic": DEVICE == "cuda",  # without it, no bit is promised there
         "activation_checkpointing": "none",
         "compile": False,
