@@ -208,12 +208,12 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default=False,
 )
 @_option(
-@_option(
     "--reshard-after-forward/--no-reshard-after-forward",
     "Give back a block's gathered weights after its forward pass, and gather them again for its backward pass. "
     "Without, less is sent and every rank holds all weights (2 bytes each in bf16): faster where memory is left.",
     default=True,
 )
+@_option(
     "--deterministic/--no-deterministic",
     "Only kernels that give the same bits each time: slower; an operation that has none is an error. To find out "
     "whether two runs differ for a reason.",
