@@ -54,7 +54,12 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
         init_adapter(model, config.seed)
     parameters = trained_parameters(model, ties, adapter is not None)
     optimizer = build_optimizer(
-        parameters, config.lr, config.weight_decay, config.seed if config.stochastic_rounding else None
+        parameters,
+        config.lr,
+        config.weight_decay,
+        rounding_seed=config.seed if config.stochastic_rounding else None,
+        name=config.optimizer,
+        compiled=config.compile,
     )
     return TrainingState(model, optimizer, ties, position, adapter)
 

@@ -21,6 +21,7 @@ from ckptool import (
     DamagedError,
     DataPosition,
     Fed,
+    Manifest,
     MismatchError,
     NotFoundError,
     PendingSave,
@@ -33,7 +34,7 @@ from trainer.config import TrainConfig
 from trainer.lora import Adapter, is_adapter_name
 from trainer.metrics import Log
 from trainer.model import model_state, named_parameters
-from trainer.optimizer import optimizer_state, restore_groups
+from trainer.optimizer import check_same_optimizer, optimizer_state, restore_groups
 from trainer.parallel import Ranks
 from trainer.tiers import Uploads, later_steps, newest, step_of, step_path
 
@@ -259,11 +260,13 @@ def _load_base(state: TrainingState, path: Place) -> None:
 def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: str = "") -> None:
     """Bring back everything: weights, optimizer, step and data position.
 
-    Raises MismatchError when the model or a dtype is not the checkpoint's, or when the data is not and there is no
-    reason to accept that.
+    Raises MismatchError when the model, a dtype or the optimizer is not the checkpoint's, or when the data is not and
+    there is no reason to accept that.
     """
+    manifest = ckptool.open_checkpoint(origin.path)
+    check_same_optimizer(state.optimizer, manifest)
     # As many lanes as there are in the checkpoint: whether these are the right ones is for the data to say.
-    state.lanes = _stored_lanes(origin.path)
+    state.lanes = _stored_lanes(manifest)
     stored = state.state_dict()
     if origin.base:
         _load_base(state, origin.base)
@@ -292,10 +295,10 @@ def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: s
     state.step = step
 
 
-def _stored_lanes(path: Place) -> dict[str, dict[str, str]]:
+def _stored_lanes(manifest: Manifest) -> dict[str, dict[str, str]]:
     """The names of the lanes' states in a checkpoint, by source, as a template to load them into."""
     lanes: dict[str, dict[str, str]] = {}
-    for fqn in ckptool.open_checkpoint(path).objects:
+    for fqn in manifest.objects:
         if fqn.startswith("data.lane."):
             name, _, number = fqn.removeprefix("data.lane.").rpartition(".")
             lanes.setdefault(name, {})[number] = ""

@@ -102,6 +102,13 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default="cosine",
 )
 @_option(
+@_option(
+    "--optimizer",
+    "adamw, or adamw8bit: AdamW whose two moments are 8-bit codes, 2 bytes a parameter instead of 8. A run goes on with "
+    "the one that it began with.",
+    type=click.Choice(["adamw", "adamw8bit"]),
+    default="adamw",
+)
     "--weight-decay", "AdamW weight decay of tensors with two or more dims.", type=click.FloatRange(0), default=0.1
 )
 @_option(

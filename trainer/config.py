@@ -32,6 +32,7 @@ class TrainConfig:
     lr: float
     warmup_steps: int
     schedule: str
+    optimizer: str
     weight_decay: float
     grad_clip: float
     on_nonfinite: str

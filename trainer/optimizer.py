@@ -7,18 +7,29 @@ from typing import Any
 
 import torch
 
-from ckptool import MismatchError
+from ckptool import Manifest, MismatchError
+from trainer.adamw8bit import MEAN_SCALE, EightBitAdamW, new_moments
 from trainer.rounding import RoundedAdamW
 
 _BETAS = (0.9, 0.95)
 
 
-def build_optimizer(
-    parameters: dict[str, torch.nn.Parameter], lr: float, weight_decay: float, rounding_seed: int | None = None
-) -> torch.optim.AdamW:
-    """Fused AdamW over `parameters` (a tied one once); vectors and scalars don't decay.
+#: The values of --optimizer.
+NAMES = ("adamw", "adamw8bit")
 
-    With a `rounding_seed`, bf16 weights are rounded by chance and the moments are fp32.
+
+def build_optimizer(
+    parameters: dict[str, torch.nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    rounding_seed: int | None = None,
+    name: str = "adamw",
+    compiled: bool = False,
+) -> torch.optim.AdamW:
+    """Fused AdamW over `parameters` (a tied one once), or one with 8-bit moments, whose update may be `compiled`;
+    vectors and scalars don't decay.
+
+    With a `rounding_seed`, bf16 weights are rounded by chance and the moments are fp32, or 8 bits.
 
     Its state is made at once, as AdamW itself would at the first step. So a checkpoint has a place to be loaded to, and
     saving before the first step needs no trial step (torch's `get_optimizer_state_dict` makes one, and it stays).
@@ -28,19 +39,21 @@ def build_optimizer(
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     optimizer: torch.optim.AdamW
-    if rounding_seed is None:
+    if name == "adamw8bit":
+        optimizer = EightBitAdamW(groups, rounding_seed, compiled, lr=lr, betas=_BETAS)
+    elif rounding_seed is None:
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=_BETAS, fused=True)
     else:
         optimizer = RoundedAdamW(groups, rounding_seed, lr=lr, betas=_BETAS)
-    dtype = None if rounding_seed is None else torch.float32
-    for parameter in parameters.values():
-        # RoundedAdamW reads the number of steps on the host, where it costs no wait for the GPU.
-        where = parameter.device if rounding_seed is None else torch.device("cpu")
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=where),
-            "exp_avg": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format),
-        }
+    for fqn, parameter in parameters.items():
+        if name == "adamw8bit":
+            moments = new_moments(fqn, parameter)
+        else:
+            dtype = None if rounding_seed is None else torch.float32
+            moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
+        # Ours read the number of steps on the host, where it costs no wait for the GPU.
+        where = parameter.device if type(optimizer) is torch.optim.AdamW else torch.device("cpu")
+        optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=where), **moments}
     return optimizer
 
 
@@ -53,6 +66,18 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: dict[str, torc
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     state = {name: dict(optimizer.state[parameter]) for name, parameter in parameters.items()}
     return {"state": state, "param_groups": groups}
+
+
+def check_same_optimizer(optimizer: torch.optim.Optimizer, stored: Manifest) -> None:
+    """Raises MismatchError when the moments in a checkpoint are codes and the optimizer's not, or the other way."""
+    has_codes = any(MEAN_SCALE in state for state in optimizer.state.values())
+    held_codes = any(fqn.startswith("optim.") and fqn.endswith(f".{MEAN_SCALE}") for fqn in stored.tensors)
+    if has_codes != held_codes:
+        theirs, ours = NAMES[held_codes], NAMES[has_codes]
+        raise MismatchError(
+            f"{stored.location} is of a run with --optimizer {theirs}, and this one has {ours}: other moments",
+            hint=f"--optimizer {theirs} goes on with it; its weights alone: --init-from it, and another --root",
+        )
 
 
 def restore_groups(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -40,18 +40,48 @@ class RoundedAdamW(torch.optim.AdamW):
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]
         state["step"] += 1
-        weight, mean, square = (_local(t) for t in (parameter.data, state["exp_avg"], state["exp_avg_sq"]))
-        grad = _local(cast(torch.Tensor, parameter.grad)).float()
-        done, (beta1, beta2) = int(state["step"]), group["betas"]
-        mean.lerp_(grad, 1 - beta1)
-        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        exact = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
-        scale = (square / (1 - beta2**done)).sqrt_().add_(group["eps"])
-        exact.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**done))
-        generator = torch.Generator(weight.device)
-        key = repr((self._seed, done, number, _place(parameter))).encode()
-        generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
-        weight.copy_(round_by_chance(exact, generator))
+        weight, mean, square = (local_part(t) for t in (parameter.data, state["exp_avg"], state["exp_avg_sq"]))
+        grad = local_part(cast(torch.Tensor, parameter.grad)).float()
+        done = int(state["step"])
+        exact = adamw_update(weight, grad, mean, square, Rates.of(group, done))
+        weight.copy_(round_by_chance(exact, chance_of(parameter, self._seed, done, number)))
+
+
+class Rates(NamedTuple):
+    """The numbers of one update of AdamW. `of_step` are those that change from step to step: what the weight is
+    multiplied with, the step size, and what the squares are divided by, the latter two corrected for moments that have
+    begun at 0; floats, or a tensor of all three."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    of_step: tuple[float, float, float] | torch.Tensor
+
+    @classmethod
+    def of(cls, group: dict[str, Any], num_steps: int) -> Rates:
+        """Those of a parameter group at its step `num_steps`, counted from 1."""
+        beta1, beta2 = group["betas"]
+        kept, step_size = 1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**num_steps)
+        return cls(beta1, beta2, group["eps"], (kept, step_size, 1 - beta2**num_steps))
+
+
+def adamw_update(
+    weight: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, rates: Rates
+) -> torch.Tensor:
+    """The weight after one step of AdamW, in fp32. `grad` is fp32; both moments are fp32 and updated in place."""
+    kept, step_size, correction = rates.of_step
+    mean.lerp_(grad, 1 - rates.beta1)
+    square.mul_(rates.beta2).addcmul_(grad, grad, value=1 - rates.beta2)
+    scale = (square / correction).sqrt_().add_(rates.eps).div_(step_size)
+    return (weight.float() * kept).addcdiv_(mean, scale, value=-1)
+
+
+def chance_of(parameter: torch.Tensor, seed: int, num_steps: int, number: int) -> torch.Generator:
+    """The random numbers for this rank's shard of the parameter `number` at step `num_steps`."""
+    generator = torch.Generator(local_part(parameter).device)
+    key = repr((seed, num_steps, number, _place(parameter))).encode()
+    generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
+    return generator
 
 
 def round_by_chance(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -64,7 +94,8 @@ def round_by_chance(exact: torch.Tensor, generator: torch.Generator) -> torch.Te
     return cut.view(torch.float32).bfloat16()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -26,17 +26,10 @@ SEQ_LEN = 16
 def make_base(folder: Path, tie: bool = True, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Path:
     """A checkpoint as `ckptool import-hf` makes it: model weights only, and an `hf/` folder."""
     torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tie,
-        bos_token_id=None,
-        eos_token_id=256,
-        **settings,
+        **sizes | heads | settings, tie_word_embeddings=tie, bos_token_id=None, eos_token_id=256
     )
     model = transformers.LlamaForCausalLM(config).to(dtype)
     hf = folder.with_name(f"{folder.name}-hf")
@@ -84,6 +77,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "lr": 1e-2,
         "warmup_steps": 2,
         "schedule": "cosine",
+        "optimizer": "adamw",
         "weight_decay": 0.1,
         "grad_clip": 1.0,
         "on_nonfinite": "stop",
