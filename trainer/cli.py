@@ -12,6 +12,7 @@ import click
 
 from ckptool import CkptoolError
 from trainer.config import TrainConfig, read_defaults
+from trainer.startup import IMPORTS, Startup
 
 INTERRUPTED = 130
 
@@ -102,13 +103,13 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default="cosine",
 )
 @_option(
-@_option(
     "--optimizer",
     "adamw, or adamw8bit: AdamW whose two moments are 8-bit codes, 2 bytes a parameter instead of 8. A run goes on with "
     "the one that it began with.",
     type=click.Choice(["adamw", "adamw8bit"]),
     default="adamw",
 )
+@_option(
     "--weight-decay", "AdamW weight decay of tensors with two or more dims.", type=click.FloatRange(0), default=0.1
 )
 @_option(
@@ -239,6 +240,12 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default=False,
 )
 @_option(
+    "--compile-cache/--no-compile-cache",
+    "With --compile: keep what was compiled in ROOT/compile-cache, for the next start. It is code, and run when it is "
+    "loaded: not for a root that somebody else has made.",
+    default=True,
+)
+@_option(
     "--loss",
     "chunked: the output head and the cross-entropy some tokens at a time, never the logits of all in memory (a model "
     "that changes its logits after the head has the plain loss all the same). plain: all at once.",
@@ -321,11 +328,12 @@ def command(data: tuple[str, ...], more_data: tuple[str, ...], **options: Any) -
     Saves step-N checkpoints under the root and goes on from the newest one, on any world size up to the global batch.
     Run it alone, or on N ranks: torchrun --nproc-per-node N -m trainer ...
     """
-    config = TrainConfig(data=data + more_data, **options)
+    config, startup = TrainConfig(data=data + more_data, **options), Startup.of_process()
     _quiet_libraries()
     from trainer.train import train
 
-    train(config)
+    startup.ended(IMPORTS)
+    train(config, startup)
 
 
 def main() -> NoReturn:

@@ -57,6 +57,7 @@ class TrainConfig:
     deterministic: bool
     activation_checkpointing: str
     compile: bool
+    compile_cache: bool
     loss: str
     log_every: int
     log_to: str

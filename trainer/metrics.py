@@ -1,4 +1,4 @@
-"""What a run writes about itself: `metrics.jsonl`, curves, `samples.jsonl` and a line of progress, all by rank 0."""
+"""What a run writes about itself: lines for a person, curves, `{metrics,samples,startup}.jsonl`, all by rank 0."""
 
 from __future__ import annotations
 
@@ -84,6 +84,9 @@ class Log:
         self._append("metrics.jsonl", finite)
         if self._curves is not None:
             self._curves.add(metrics.step, finite)
+
+    def startup(self, record: dict[str, Any]) -> None:
+        self._append("startup.jsonl", record)
 
     def samples(self, attempt: str, step: int, units: list[int]) -> None:
         self._append("samples.jsonl", {"attempt": attempt, "step": step, "units": units})

@@ -16,6 +16,7 @@ from trainer import checkpoint, parallel
 from trainer.async_save import Saves, SaveTimes
 from trainer.build import build_state
 from trainer.checkpoint import Origin, TrainingState
+from trainer.compile_cache import CompileCache
 from trainer.config import TrainConfig, parse_profile
 from trainer.curves import parse_boards
 from trainer.data import TrainingData, open_data, prepare
@@ -31,6 +32,7 @@ from trainer.profiling import Profile
 from trainer.schedule import learning_rate
 from trainer.shared_root import check_shared_root
 from trainer.signals import StopSignals
+from trainer.startup import Startup
 from trainer.stopwatch import Stopwatch
 from trainer.stragglers import RankTimes, find_stragglers, seconds_of_ranks
 from trainer.units import MicroBatch
@@ -54,13 +56,16 @@ class Run:
     stop: StopSignals
     watch: Stopwatch
     saves: Saves
+    cache: CompileCache | None
+    startup: Startup
 
 
-def train(config: TrainConfig) -> None:
-    """Train to `config.steps`, saving on the way. Every rank calls this.
+def train(config: TrainConfig, startup: Startup | None = None) -> None:
+    """Train to `config.steps`, saving on the way. Every rank calls this. `startup` is what went before.
 
     Raises CkptoolErrors for all that a person can put right.
     """
+    startup = startup or Startup()
     with contextlib.ExitStack() as context:
         stop = context.enter_context(StopSignals())
         ranks = context.enter_context(parallel.joined_ranks(config.device, config.dp_replicate, config.tp))
@@ -70,22 +75,29 @@ def train(config: TrainConfig) -> None:
         if config.deterministic:
             parallel.make_deterministic()
         check_shared_root(config.work, ranks)
+        startup.ended("ranks")
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():
             log.say(line)
         advice = MemoryAdvice(config, origin.hf_folder, ranks.world_size, ranks.device)
         context.enter_context(advice.when_out_of_memory(watch))
+        startup.ended("origin")
         prepared = ranks.from_rank0(
             lambda: prepare(config.data, config.unit, config.seq_len, origin.hf_folder, config.work, log.say)
         )
         data = open_data(prepared, config.unit, config.seq_len, origin.hf_folder, ranks.data_rank, ranks.num_data_ranks)
         held_out = HeldOut.open(config, origin.hf_folder, ranks, log)
+        startup.ended("data")
+        cache = CompileCache.open(config, ranks, log)
+        startup.ended("compile cache")
         state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
+        startup.ended("build")
         if origin.is_resume:
             checkpoint.resume(state, origin, log, config.accept_data_change)
             data.restore_lanes(state.lanes)
         else:
             checkpoint.load_weights(state, origin, log)
+        startup.ended("load")
         if config.loss == "chunked" and (reason := use_chunks(state.model, ranks.device, config.compile)):
             log.say(f"note: the loss is plain, not chunked: {reason}")
         if config.unit == "pack":
@@ -96,7 +108,8 @@ def train(config: TrainConfig) -> None:
         )
         saves = context.enter_context(Saves(config, origin, ranks, log))
         context.enter_context(log.drawing(parse_boards(config.log_to), state.step))
-        run_steps(Run(config, ranks, origin, state, data, held_out, log, stop, watch, saves))
+        startup.ended("checks")
+        run_steps(Run(config, ranks, origin, state, data, held_out, log, stop, watch, saves, cache, startup))
 
 
 def run_steps(run: Run) -> None:
@@ -143,11 +156,14 @@ def run_steps(run: Run) -> None:
             state.fed = state.fed.plus((g, state.position.unit(g)) for g in fed)
             state.position = state.position.advance()
         step_seconds = time.perf_counter() - began
+        run.startup.first_step_ended(ranks, log, attempt, state.step, run.cache)
         profile.after(state.step)
         eval_loss = None
         if run.held_out is not None and config.evaluates_after(state.step):
             with watch.phase_of("evaluation"):
                 eval_loss = run.held_out.loss(state.model, ranks, config.micro_batch_size)
+        if run.cache is not None:
+            run.cache.keep()
         if config.log_samples:
             log.samples(attempt, state.step, sorted(unit for part in ranks.gather_data(fed) for unit in part))
         if config.saves_after(state.step) or must_save or must_stop:

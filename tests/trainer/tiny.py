@@ -102,6 +102,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "deterministic": DEVICE == "cuda",  # without it, no bit is promised there
         "activation_checkpointing": "none",
         "compile": False,
+        "compile_cache": True,
         "loss": "chunked",
         "log_every": 100,
         "log_to": "none",
