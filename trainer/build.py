@@ -10,6 +10,7 @@ from ckptool import DataPosition, UsageError
 from trainer import checkpoint, parallel
 from trainer.checkpoint import Origin, TrainingState, trained_parameters
 from trainer.config import TrainConfig
+from trainer.fp8 import has_odd_tokens, use_fp8
 from trainer.lora import Adapter, add_adapter, init_adapter
 from trainer.model import (
     build_meta_model,
@@ -37,6 +38,8 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     ties = ties_of(model)
     if adapter:
         add_adapter(model, adapter, dtype)
+    if config.fp8 != "none":
+        use_fp8(model, config.fp8, ranks.device, pad_tokens=has_odd_tokens(config.seq_len, position))
     if config.tp > 1:
         split_tensors(model, ranks.mesh[parallel.TENSOR_AXIS], ties)
         tie(model, ties)

@@ -246,6 +246,13 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default=True,
 )
 @_option(
+    "--fp8",
+    "Matrix products of the blocks in 8-bit floats: on GPUs from Ada and Hopper on, with --compile. tensorwise: one "
+    "scale a tensor, the fastest. rowwise: one a row, closer to bf16. Weights and checkpoints stay as they are.",
+    type=click.Choice(["none", "tensorwise", "rowwise"]),
+    default="none",
+)
+@_option(
     "--loss",
     "chunked: the output head and the cross-entropy some tokens at a time, never the logits of all in memory (a model "
     "that changes its logits after the head has the plain loss all the same). plain: all at once.",

@@ -58,6 +58,7 @@ class TrainConfig:
     activation_checkpointing: str
     compile: bool
     compile_cache: bool
+    fp8: str
     loss: str
     log_every: int
     log_to: str
@@ -107,6 +108,9 @@ class TrainConfig:
             raise UsageError("--lora-alpha and --lora-targets say nothing without --lora-rank", hint="--lora-rank 16")
         if self.lora_rank and self.tp > 1:
             raise UsageError("--lora-rank can't be had with --tp", hint="one of the two; FSDP2 shards an adapter too")
+        if self.fp8 != "none" and (self.lora_rank or self.tp > 1):
+            other = "--lora-rank" if self.lora_rank else "--tp"
+            raise UsageError(f"--fp8 can't be had with {other}", hint="one of the two; FSDP2 goes with either")
 
     def saves_after(self, step: int) -> bool:
         """True when a checkpoint is due once `step` steps are done."""

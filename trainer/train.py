@@ -22,6 +22,7 @@ from trainer.curves import parse_boards
 from trainer.data import TrainingData, open_data, prepare
 from trainer.evaluation import HeldOut
 from trainer.flops import flops_per_token, peak_flops
+from trainer.fp8 import notes as fp8_notes
 from trainer.loader import LoaderData
 from trainer.loss import batch_loss, use_chunks
 from trainer.memory_advice import MemoryAdvice
@@ -90,6 +91,8 @@ def train(config: TrainConfig, startup: Startup | None = None) -> None:
         startup.ended("data")
         cache = CompileCache.open(config, ranks, log)
         startup.ended("compile cache")
+        for line in fp8_notes(config, ranks.device):
+            log.say(line)
         state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
         startup.ended("build")
         if origin.is_resume:

@@ -9,6 +9,8 @@ Each row is a process of its own and is written as soon as it is done. All train
 states in bf16, sequence 4096, gradients clipped to 1.
 
 * trainer: the step of trainer/train.py. On one GPU it does without FSDP2; `trainer, FSDP2` has it there too.
+  `trainer, fp8` has the blocks' products in 8 bits, with one scale a tensor or (`rowwise`) one a row; its MFU is of
+  the peak of bf16 all the same.
 * torchtitan: its Llama, parallelized by its own functions as its train.py calls them, its loss, clipping and optimizer.
   On one GPU it too does without FSDP2, and `torchtitan, FSDP2` has it. Its Llama has no tied embeddings: in the 1B
   shape it has a head of its own, whose parameters don't count in its MFU.
@@ -93,6 +95,9 @@ ROWS = [
     ("tutorial", "block", False, "plain"),
     ("trainer, FSDP2", "none", True, "chunked"),
     ("torchtitan, FSDP2", "none", True, "plain"),
+    ("trainer, fp8", "none", True, "chunked"),
+    ("trainer, fp8", "selective", True, "chunked"),
+    ("trainer, fp8 rowwise", "none", True, "chunked"),
     ("trainer", "block", False, "chunked"),
 ]
 #: What a row's process leaves at its end.
@@ -364,6 +369,8 @@ def trainer_state(
     options += ["--global-batch-size", str(setting["sequences"] * setting.get("ranks", 1))]
     options += ["--micro-batch-size", str(setting["sequences"])]
     options += ["--compile"] if setting["compile"] and device == "cuda" else []
+    if "fp8" in setting.get("code", ""):
+        options += ["--fp8", "rowwise" if "rowwise" in setting["code"] else "tensorwise"]
     settings = cli.command.make_context("trainer", options).params
     config = TrainConfig(**{name: value for name, value in settings.items() if name != "more_data"})
     folder = Path(tempfile.mkdtemp(prefix="step-"))

@@ -103,6 +103,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "activation_checkpointing": "none",
         "compile": False,
         "compile_cache": True,
+        "fp8": "none",
         "loss": "chunked",
         "log_every": 100,
         "log_to": "none",
