@@ -10,6 +10,7 @@ from ckptool import DamagedError, NotFoundError, UnsupportedError, UsageError
 from ckptool.storage import data_files
 from tests.trainer.tiny import make_tokenizer
 from trainer.corpus import open_corpus
+from trainer.sources.lanes import open_stream
 from trainer.sources.spec import SourceSpec, parse_sources
 
 EOS = 256
@@ -239,3 +240,30 @@ def test_a_table_that_says_nothing_clear_is_refused(tmp_path, text, message):
 def test_a_missing_table_is_not_found(tmp_path):
     with pytest.raises(NotFoundError, match="no such file"):
         parse_sources([f"{tmp_path}/mix.toml"])
+
+
+@pytest.mark.parametrize("name", ["a[1].txt", "a*.txt", "a?.txt", "d[1]/a.txt", ".hidden/a.txt", "b (1), {2}.txt"])
+def test_a_file_whose_name_would_be_a_pattern_is_read_and_no_other(tmp_path, monkeypatch, open_source, name):
+    monkeypatch.chdir(tmp_path)
+    for other in ("a1.txt", "ab.txt", "d1/a.txt", name):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).write_text(other)
+    corpus = open_source(name)
+    assert make_tokenizer().decode(ids(corpus)[:-1]) == name
+    spec = SourceSpec("stream", (name,), "stream", lanes=1)
+    assert next(iter(open_stream(spec)))["text"] == name
+
+
+def test_a_folder_with_the_name_of_a_reader_is_that_folder(tmp_path, monkeypatch, open_source):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere.txt").write_text("not asked for")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("asked for")
+    assert make_tokenizer().decode(ids(open_source("hf:text"))[:-1]) == "asked for"
+    assert [row["text"] for row in open_stream(SourceSpec("stream", ("text",), "text"))] == ["asked for"]
+    for opened in (lambda: open_source("hf:json"), lambda: open_stream(SourceSpec("stream", ("json",), "json"))):
+        with pytest.raises(NotFoundError, match="no data set json: there is no such folder"):
+            opened()
+    (tmp_path / "d[1]").mkdir()
+    with pytest.raises(UnsupportedError, match="are patterns to it"):
+        open_source("hf:d[1]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import sys
 from collections.abc import Iterator
@@ -38,9 +39,10 @@ def file_tables(spec: SourceSpec, files: list[SourceFile], cache: Path) -> list[
     tables = []
     for builder, group in itertools.groupby(files, key=lambda f: _BUILDER_OF_KIND.get(spec.kind, f.builder)):
         names = [str(file.path) for file in group]
+        patterns = [glob.escape(name) for name in names]  # `datasets` takes a[1].txt for a pattern, which a1.txt fits
         options = {"sample_by": "document", "encoding_errors": "replace"} if builder == "text" else {}
         try:
-            rows = datasets.load_dataset(builder, data_files=names, split="train", cache_dir=str(cache), **options)
+            rows = datasets.load_dataset(builder, data_files=patterns, split="train", cache_dir=str(cache), **options)
         except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
             raise DamagedError(
                 f"can't read {names[0]} (and {len(names) - 1} more) as {builder}: {_reason(error)}"
@@ -61,8 +63,7 @@ def hub_table(spec: SourceSpec) -> Table:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(str(folder))
         else:
-            where = str(folder) if folder.is_dir() else name
-            loaded = datasets.load_dataset(where, spec.config or None)
+            loaded = datasets.load_dataset(data_set_place(name), spec.config or None)
     except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
         raise NotFoundError(f"no data set {name}: {_reason(error)}") from error
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, KeyError) as error:
@@ -72,6 +73,25 @@ def hub_table(spec: SourceSpec) -> Table:
             raise NotFoundError(f"{name} has no split {spec.split!r}, only {', '.join(loaded)}", hint="split = ...")
         loaded = loaded[spec.split]
     return Table(loaded, name)
+
+
+def data_set_place(name: str) -> str:
+    """What `load_dataset` is told for a name on the Hub, or a folder: its whole path. `text`, `json` and other names it
+    takes for its own readers of whatever is in the working folder.
+
+    Raises NotFoundError for such a name when no folder has it, UnsupportedError for a folder whose path would be taken
+    for a pattern.
+    """
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if glob.has_magic(str(folder.absolute())):
+            raise UnsupportedError(f"the library datasets can't read {folder.absolute()}: * ? [ ] are patterns to it")
+        return str(folder.absolute())
+    if name in _PACKAGED_DATASETS_MODULES:
+        raise NotFoundError(f"no data set {name}: there is no such folder", hint="a file: --data KIND:PATH")
+    return name
 
 
 def table_files(table: Table) -> list[SourceFile]:

@@ -9,6 +9,7 @@ is resumed; what shuffles here are blocks of rows, which a resume reads again.
 from __future__ import annotations
 
 import copy
+import glob
 import hashlib
 import json
 import random
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ckptool import DamagedError, MismatchError, NotFoundError, SourceFile, UnsupportedError, UsageError
+from trainer.sources.documents import data_set_place
 from trainer.sources.spec import SourceSpec
 from trainer.sources.tokenizer import load_tokenizer, tokenizer_digest
 from trainer.units import Row
@@ -210,9 +212,8 @@ def open_stream(spec: SourceSpec) -> Any:
             return rows.to_iterable_dataset(num_shards=min(spec.lanes, len(rows)) or 1)
         if path.is_file():
             builder = SourceFile(path, path.name).builder
-            return datasets.load_dataset(builder, data_files=str(path), split="train", streaming=True)
-        where = str(path) if path.is_dir() else name
-        return datasets.load_dataset(where, spec.config or None, split=spec.split, streaming=True)
+            return datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train", streaming=True)
+        return datasets.load_dataset(data_set_place(name), spec.config or None, split=spec.split, streaming=True)
     except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
         raise NotFoundError(f"no data set {name}: {error}") from error
     except (ValueError, OSError, KeyError) as error:
