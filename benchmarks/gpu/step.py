@@ -3,6 +3,7 @@ shapes.
 
     python benchmarks/gpu/step.py --shape 8b              # all rows of a shape, under 8 minutes on one H200
     python benchmarks/gpu/step.py --shape 8b --ranks 2    # the rows of several GPUs, under torchrun
+    python benchmarks/gpu/step.py --sequences 4           # other than the usual number a step and GPU
     python benchmarks/gpu/step.py --device cpu            # does every row run at all? on a tiny shape, no figures
 
 Each row is a process of its own and is written as soon as it is done. All train random weights in bf16 with AdamW
@@ -14,13 +15,14 @@ states in bf16, sequence 4096, gradients clipped to 1.
 * torchtitan: its Llama, parallelized by its own functions as its train.py calls them, its loss, clipping and optimizer.
   On one GPU it too does without FSDP2, and `torchtitan, FSDP2` has it. Its Llama has no tied embeddings: in the 1B
   shape it has a head of its own, whose parameters don't count in its MFU.
+* `no resharding`, of both: FSDP2 keeps a block's gathered weights until its backward pass.
 * tutorial: FSDP2 on a transformers model in eager mode, cross-entropy of all logits, `checkpoint_wrapper` around each
   layer, `AdamW(fused=True)`.
 
 MFU = (6 N + 12 L H S) x tokens/s / 989e12: N parameters (of tied ones one), L layers, H features, S tokens a sequence;
 recomputation doesn't count. (Chowdhery et al., PaLM, 2022, appendix B.) 989e12 FLOP/s: NVIDIA's figure for dense bf16.
 After the timed steps two more run under torch.profiler: where their time went is in the raw rows.
-Writes benchmarks/results/step-{shape}-{ranks}gpu.jsonl and .md.
+Writes benchmarks/results/step-{shape}-{ranks}gpu.jsonl and .md, with -{sequences}seq where those are given.
 """
 
 from __future__ import annotations
@@ -100,6 +102,14 @@ ROWS = [
     ("trainer, fp8 rowwise", "none", True, "chunked"),
     ("trainer", "block", False, "chunked"),
 ]
+ROWS_OF_SEVERAL = [
+    ("trainer", "none", True, "chunked"),
+    ("torchtitan", "none", True, "plain"),
+    ("trainer, no resharding", "none", True, "chunked"),
+    ("torchtitan, no resharding", "none", True, "plain"),
+    ("trainer", "selective", True, "chunked"),
+    ("torchtitan", "selective", True, "plain"),
+]
 #: What a row's process leaves at its end.
 _joined = contextlib.ExitStack()
 
@@ -109,23 +119,34 @@ _FIELDS = ("code", "checkpointing", "compile", "loss")
 @click.group(invoke_without_command=True)
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="1b", show_default=True)
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--sequences", type=click.IntRange(1), help="Sequences a step and GPU (default: by the shape).")
 @click.option("--only", default="", help="Only rows whose text holds these words, e.g. `trainer none`.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
 @click.option("--seconds", type=float, default=470, show_default=True, help="When they are over nothing is begun.")
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
 @click.pass_context
-def main(context: click.Context, shape: str, ranks: int, only: str, device: str, seconds: float, results: Path) -> None:
+def main(
+    context: click.Context,
+    shape: str,
+    ranks: int,
+    sequences: int | None,
+    only: str,
+    device: str,
+    seconds: float,
+    results: Path,
+) -> None:
     """Measure every row, each in a process of its own."""
     if context.invoked_subcommand:
         return
     began = time.monotonic()
     results.mkdir(parents=True, exist_ok=True)
     shape = shape if device == "cuda" else "tiny"
-    stem = results / f"step-{shape}-{ranks}gpu"
+    stem = results / (f"step-{shape}-{ranks}gpu" + (f"-{sequences}seq" if sequences else ""))
     done: list[dict[str, Any]] = []
-    for values in ROWS:
+    for values in ROWS if ranks == 1 else ROWS_OF_SEVERAL:
         row = dict(zip(_FIELDS, values, strict=True)) | {"shape": shape, "ranks": ranks}
-        if not all(word in " ".join(map(str, values)) for word in only.split()) or (ranks > 1 and "," in row["code"]):
+        row["sequences"] = sequences or SEQUENCES[shape]
+        if not all(word in " ".join(map(str, values)) for word in only.split()):
             continue
         left = seconds - (time.monotonic() - began)
         if left < ROW_SECONDS / 3:
@@ -157,7 +178,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     where = next((row["machine"] for row in rows if "machine" in row), "")
     shape, ranks = rows[0]["shape"], rows[0]["ranks"]
     lines = [
-        f"Llama, shape {shape}, {SEQUENCES[shape]} sequences a step and GPU, {ranks} x {where}; tokens/s of a GPU",
+        f"Llama, shape {shape}, {rows[0]['sequences']} sequences a step and GPU, {ranks} x {where}; tokens/s of a GPU",
         "",
         "| code | checkpointing | compile | loss | tokens/s | MFU % | step ms | peak GiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -185,7 +206,6 @@ def row(device: str, text: str) -> None:
 
     setting = json.loads(text)
     seq_len = SEQ_LEN if device == "cuda" else 32
-    setting["sequences"] = SEQUENCES[setting["shape"]]
     step, model = CODES[setting["code"].split(",")[0]](setting, device, seq_len)
     losses = [step() for _ in range(4 if device == "cuda" else 1)]  # compilation, then warm clocks
     seconds = []
@@ -320,7 +340,10 @@ def torchtitan(setting: dict[str, Any], device: str, seq_len: int) -> tuple[Call
         parallelize.apply_compile(model, config.compile)
     if "FSDP2" in setting["code"] or dist.get_world_size() > 1:
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-        parallelize.apply_fsdp(model, mesh, torch.bfloat16, torch.float32, pp_enabled=False)
+        policy = "never" if "no resharding" in setting["code"] else "default"
+        parallelize.apply_fsdp(
+            model, mesh, torch.bfloat16, torch.float32, pp_enabled=False, reshard_after_forward_policy=policy
+        )
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights()
@@ -369,6 +392,7 @@ def trainer_state(
     options += ["--global-batch-size", str(setting["sequences"] * setting.get("ranks", 1))]
     options += ["--micro-batch-size", str(setting["sequences"])]
     options += ["--compile"] if setting["compile"] and device == "cuda" else []
+    options += ["--no-reshard-after-forward"] if "no resharding" in setting.get("code", "") else []
     if "fp8" in setting.get("code", ""):
         options += ["--fp8", "rowwise" if "rowwise" in setting["code"] else "tensorwise"]
     settings = cli.command.make_context("trainer", options).params
