@@ -374,9 +374,16 @@ def trainer(setting: dict[str, Any], device: str, seq_len: int) -> tuple[Callabl
 
 
 def trainer_state(
-    setting: dict[str, Any], device: str, seq_len: int, before_update: Callable[[], None] = lambda: None
+    setting: dict[str, Any],
+    device: str,
+    seq_len: int,
+    before_update: Callable[[], None] = lambda: None,
+    batches: Iterator[tuple[Any, Any]] | None = None,
 ) -> tuple[Callable[[], float], Any]:
-    """The step of trainer/train.py and the TrainingState that it trains; `before_update` is called in each step."""
+    """The step of trainer/train.py and the TrainingState that it trains; `before_update` is called in each step.
+
+    `batches` are inputs and labels, each (sequences, tokens); random ones if not given.
+    """
     import torch
 
     from ckptool import DataPosition, DataSource, Provenance
@@ -413,7 +420,7 @@ def trainer_state(
             parameter.fill_(1.0) if parameter.ndim < 2 else parameter.normal_(0, 0.02)
     if config.loss == "chunked" and (reason := use_chunks(state.model, ranks.device, config.compile)):
         raise click.ClickException(reason)
-    batches = _batches(setting, seq_len)
+    batches = batches or _batches(setting, seq_len)
 
     def step() -> float:
         inputs, labels = next(batches)

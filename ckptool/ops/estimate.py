@@ -183,6 +183,7 @@ def read_sizes(folder: Path, tp: int = 1) -> tuple[ModelSizes, int]:
         match = _BLOCK.match(name)
         if match:
             blocks[match[1]] = blocks.get(match[1], 0) + count
+    apart = [n for n, p in model.named_parameters() if p is getattr(embedding, "weight", None) and p is not head.weight]
     hidden, names = config.hidden_size, list(parameters)
     first = next(iter(blocks), "")
     norms = [n for n in names if n.startswith(f"{first}.") and parameters[n] == (hidden,) and "norm" in n]
@@ -191,7 +192,7 @@ def read_sizes(folder: Path, tp: int = 1) -> tuple[ModelSizes, int]:
         block_parameters=tuple(blocks.values()),
         root_parameters=sum(counts.values()) - sum(blocks.values()),
         head_parameters=math.prod(tuple(head.weight.shape)) // tp,
-        embedding_parameters=0 if embedding.weight is head.weight else math.prod(tuple(embedding.weight.shape)) // tp,
+        embedding_parameters=sum(counts.get(name, 0) for name in apart),
         vocab=config.vocab_size,
         hidden=hidden,
         query=query // tp,
