@@ -1,7 +1,12 @@
-"""Remove the checkpoints of a run that no rule keeps: first a plan, then the removal, commit marker before the rest."""
+"""Remove the checkpoints of a run that no rule keeps: first a plan, then the removal.
+
+Each is renamed to a hidden name before a byte of it goes, so half of one is never taken for a whole one, and the next
+prune finishes what a killed one has begun.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Collection
@@ -13,7 +18,7 @@ from ckptool import runs
 from ckptool.core.plan import Result
 from ckptool.core.retention import Candidate, KeepBest, KeepRules, reasons_to_keep
 from ckptool.errors import CkptoolError, DamagedError, NotFoundError, StorageError, UsageError
-from ckptool.formats.dcp_metadata import METADATA_FILE, read_manifest
+from ckptool.formats.dcp_metadata import read_manifest
 from ckptool.storage.files import Place, explain_os_error, fsync_path, os_errors
 from ckptool.storage.lock import acquire, is_stale, owner_of
 from ckptool.storage.metrics_file import find_metrics, read_metric
@@ -24,6 +29,9 @@ from ckptool.storage.upload import MARKERS
 
 #: An unfinished upload to which nothing has come for so long counts as given up: sending a file takes less.
 UPLOAD_SILENCE_SECONDS = 6 * 3600.0
+
+#: The end of the name of a folder that is being removed.
+_REMOVED_MARK = ".removed"
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,15 @@ def plan_prune(
         if summary.kind == "staging" and isinstance(summary.path, Path) and is_stale(summary.path):
             entry = Entry(summary.name, sizes[summary.name], summary.reason)
             (remove if stale else broken).append(entry)
+    for path in _half_removed(root):
+        remove.append(Entry(path.name, runs.bytes_on_disk(path), "its removal was cut short"))
     return PrunePlan(root, tuple(keep), tuple(remove), tuple(broken))
+
+
+def _half_removed(root: Place) -> list[Path]:
+    """What killed removals have left."""
+    found = sorted(root.glob(f".*{_REMOVED_MARK}")) if isinstance(root, Path) else []
+    return [path for path in found if runs.is_step_name(path.name[1:].removesuffix(_REMOVED_MARK))]
 
 
 def _best_rule(best: tuple[str, str, int] | None) -> KeepBest | None:
@@ -158,6 +174,8 @@ def _execute(plan: PrunePlan) -> tuple[list[str], dict[str, str]]:
         try:
             if isinstance(path, Path) and is_staging(path):
                 _remove_staging(path)
+            elif isinstance(path, Path) and entry.name.endswith(_REMOVED_MARK):
+                _remove_tree(path)
             else:
                 _check_still_removable(plan, entry.name)
                 remove_checkpoint(path)
@@ -177,19 +195,22 @@ def _check_still_removable(plan: PrunePlan, name: str) -> None:
 
 
 def remove_checkpoint(path: Place) -> None:
-    """Remove a checkpoint. Its `.metadata` goes first, for good: half of one is never taken for a whole one.
+    """Remove a checkpoint: under its name at once, in a store by its marker first.
 
-    Raises StorageError or AccessError when the disk refuses; the rest of the folder then lies there, incomplete.
+    Raises StorageError or AccessError when the disk refuses; the rest of it then lies there under a hidden name.
     """
     if isinstance(path, StorePath):
         path.store.remove_below(path.key, first=MARKERS)
         return
     if path.is_symlink():
         raise StorageError(f"{path} is a link; what it leads to is not removed")
-    with os_errors(path):
-        (path / METADATA_FILE).unlink(missing_ok=True)
-        fsync_path(path)
-    _remove_tree(path)
+    aside = path.with_name(f".{path.name}{_REMOVED_MARK}")
+    if aside.exists():
+        _remove_tree(aside)
+    with os_errors(path), contextlib.suppress(FileNotFoundError):  # gone: another process removes it
+        path.rename(aside)
+        fsync_path(path.parent)
+    _remove_tree(aside)
 
 
 def _remove_staging(path: Path) -> None:

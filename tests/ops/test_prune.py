@@ -151,14 +151,14 @@ def test_the_last_good_one_can_not_be_removed_even_when_the_newer_one_breaks_mea
     assert "last good checkpoint" in result.details["failed"]["step-40"]
 
 
-def test_the_marker_goes_first_and_a_failure_does_not_stop_the_rest(
+def test_half_of_one_has_no_name_and_the_next_prune_finishes_what_a_killed_one_began(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = prune_module._remove_tree
 
     def dying(path: Path) -> None:
-        assert not (path / ".metadata").exists()
-        if path.name == "step-20":
+        if path.name == ".step-20.removed":
+            (path / ".metadata").unlink()
             raise ckptool.CkptoolError("the disk went away")
         real(path)
 
@@ -166,18 +166,30 @@ def test_the_marker_goes_first_and_a_failure_does_not_stop_the_rest(
     result = prune(root, keep_last=1)
     assert result.details["removed"] == ["step-10", "step-30", "step-40"]
     assert result.details["failed"] == {"step-20": "the disk went away"}
-    assert [s.name for s in ckptool.list_checkpoints(root) if not s.complete] == ["step-20"]
+    assert [s.name for s in ckptool.list_checkpoints(root)] == ["base", "step-50"]
     monkeypatch.undo()
-    assert prune(root, stale=True).details["removed"] == ["step-20"]
+    again = prune(root, keep_last=1)
+    assert again.details["removed"] == [".step-20.removed"]
+    assert again.details["freed_bytes"] > 400
+    assert names(root) == {"base", "step-50"}
+
+
+def test_one_that_another_process_removes_meanwhile_is_gone(root: Path) -> None:
+    def remove_first(plan: PrunePlan) -> bool:
+        (root / "step-10").rename(root / ".step-10.removed")
+        return True
+
+    assert prune(root, keep_last=4, confirm=remove_first).details["failed"] == {}
+    assert names(root) == {"base", *(f"step-{step}" for step in STEPS[1:])}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may remove anything")
 def test_a_folder_that_may_not_be_written_is_reported(root: Path) -> None:
     (root / "step-20").chmod(0o500)
     result = prune(root, keep_last=1)
-    (root / "step-20").chmod(0o700)
     assert "permission denied" in result.details["failed"]["step-20"]
-    assert steps(root) == {20, 50}
+    assert names(root) == {"base", ".step-20.removed", "step-50"}
+    (root / ".step-20.removed").chmod(0o700)
 
 
 def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
