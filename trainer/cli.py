@@ -241,9 +241,9 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option(
     "--compile-cache/--no-compile-cache",
-    "With --compile: keep what was compiled in ROOT/compile-cache, for the next start. It is code, and run when it is "
-    "loaded: not for a root that somebody else has made.",
-    default=True,
+    "With --compile: keep what was compiled in ROOT/compile-cache, and load what earlier starts have kept there. It is "
+    "code that is run: only where nobody else has made or can change the root.",
+    default=False,
 )
 @_option(
     "--fp8",

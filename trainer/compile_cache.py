@@ -2,7 +2,8 @@
 
 It is one file for each kind of device and each device's number in its machine, because compiled code names that number.
 torch finds its entries by all that they were made from, so a file of another model or setting is no harm, and no help.
-What it holds is code, some of it pickled, and loading runs it: a file that anybody else could have written is not read.
+What it holds is code, some of it pickled, and loading runs it. So it is read only when a person has asked for it, and not
+when others than this user can write it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import platform
 import re
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,16 +37,16 @@ class CompileCache:
     def __init__(self, path: Path, identity: dict[str, Any], log: Log) -> None:
         self._path, self._identity, self._log = path, identity, log
         self._is_writer = False
-        self._graphs_before = self._graphs_kept = count_graphs()
+        self._graphs = count_graphs()
         self._keys: set[str] = set()
 
     @classmethod
     def open(cls, config: TrainConfig, ranks: Ranks, log: Log) -> CompileCache | None:
-        """The cache of a run, with what earlier starts left in it loaded; None without --compile or --compile-cache.
+        """The cache of a run, with what earlier starts left in it loaded; None without --compile-cache.
 
         Every rank calls this.
         """
-        if not (config.compile and config.compile_cache):
+        if not config.compile_cache:
             return None
         path = path_of(config.work, ranks.device)
         cache = cls(path, identity_of(ranks.device), log)
@@ -54,17 +56,12 @@ class CompileCache:
             log.say(f"note: {note}")
         return cache
 
-    @property
-    def graphs(self) -> dict[str, int]:
-        """How many graphs this run has "compiled" so far, and how many it took from a cache: "cached"."""
-        return {name: number - self._graphs_before[name] for name, number in count_graphs().items()}
-
     def keep(self) -> None:
         """Write the file, when it lacks something that this run has compiled or taken from elsewhere."""
         graphs = count_graphs()
-        if not self._is_writer or graphs == self._graphs_kept:
+        if not self._is_writer or graphs == self._graphs:
             return
-        self._graphs_kept = graphs
+        self._graphs = graphs
         made = torch.compiler.save_cache_artifacts()
         if made is None:
             return
@@ -94,7 +91,7 @@ class CompileCache:
 
 
 def count_graphs() -> dict[str, int]:
-    """How many graphs inductor has "compiled" in this process, and how many it found "cached"."""
+    """How many graphs inductor has "compiled" in this process, and how many it had from a cache: "cached"."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # not imported before something is compiled
     counted = dynamo.counters["inductor"] if dynamo else {}
     return {
@@ -124,8 +121,11 @@ def read(path: Path, identity: dict[str, Any]) -> bytes:
 
     Raises OSError, and ValueError for a file that is damaged, of other versions, or that others could have written.
     """
-    with path.open("rb") as file:
+    # Without waiting, because a pipe may be in its place.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
         status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
             raise ValueError("it holds code, and others than this user can write it")
         header = json.loads(file.readline(_MAX_HEADER_BYTES))

@@ -106,6 +106,8 @@ class TrainConfig:
             )
         if not self.lora_rank and (self.lora_alpha or self.lora_targets != ALL_LINEAR):
             raise UsageError("--lora-alpha and --lora-targets say nothing without --lora-rank", hint="--lora-rank 16")
+        if self.compile_cache and not self.compile:
+            raise UsageError("--compile-cache says nothing without --compile")
         if self.lora_rank and self.tp > 1:
             raise UsageError("--lora-rank can't be had with --tp", hint="one of the two; FSDP2 shards an adapter too")
         if self.fp8 != "none" and (self.lora_rank or self.tp > 1):

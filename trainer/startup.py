@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what this measures must not be imported by it
-    from trainer.compile_cache import CompileCache
     from trainer.metrics import Log
     from trainer.parallel import Ranks
 
@@ -43,13 +42,15 @@ class Startup:
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._changed
         self._changed = now
 
-    def first_step_ended(self, ranks: Ranks, log: Log, attempt: str, step: int, cache: CompileCache | None) -> None:
-        """Say and record where the time went, once; every rank calls this after each step."""
+    def first_step_ended(self, ranks: Ranks, log: Log, attempt: str, step: int, graphs: dict[str, int]) -> None:
+        """Say and record where the time went, once; every rank calls this after each step.
+
+        `graphs` is how many of torch.compile's graphs were "compiled", and how many came from a cache, "cached".
+        """
         if FIRST_STEP in self.seconds:
             return
         self.ended(FIRST_STEP)
         hosts, imports = zip(*ranks.gather((socket.gethostname(), self.seconds.get(IMPORTS, 0.0))), strict=True)
-        graphs = {} if cache is None else cache.graphs
         log.say(self.line(graphs))
         if who := slowest(imports):
             log.say(
@@ -70,7 +71,11 @@ class Startup:
     def line(self, graphs: dict[str, int]) -> str:
         """The parts for a person, but for those that would be 0.0."""
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items() if seconds >= 0.05)
-        compiled = f" (graphs compiled: {graphs['compiled']}, from the cache: {graphs['cached']})" if graphs else ""
+        compiled = (
+            f" (graphs compiled: {graphs['compiled']}, from the cache: {graphs['cached']})"
+            if any(graphs.values())
+            else ""
+        )
         return f"first step {sum(self.seconds.values()):.1f} s after the start: {parts}{compiled}"
 
 

@@ -16,7 +16,7 @@ from trainer import checkpoint, parallel
 from trainer.async_save import Saves, SaveTimes
 from trainer.build import build_state
 from trainer.checkpoint import Origin, TrainingState
-from trainer.compile_cache import CompileCache
+from trainer.compile_cache import CompileCache, count_graphs
 from trainer.config import TrainConfig, parse_profile
 from trainer.curves import parse_boards
 from trainer.data import TrainingData, open_data, prepare
@@ -159,7 +159,7 @@ def run_steps(run: Run) -> None:
             state.fed = state.fed.plus((g, state.position.unit(g)) for g in fed)
             state.position = state.position.advance()
         step_seconds = time.perf_counter() - began
-        run.startup.first_step_ended(ranks, log, attempt, state.step, run.cache)
+        run.startup.first_step_ended(ranks, log, attempt, state.step, count_graphs())
         profile.after(state.step)
         eval_loss = None
         if run.held_out is not None and config.evaluates_after(state.step):

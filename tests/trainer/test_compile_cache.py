@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptool import UsageError
 from tests.spawn import run_ranks
 from tests.trainer.tiny import DEVICE, at_most, read_lines, run, tiny_config
 from trainer import compile_cache, parallel
@@ -76,7 +77,7 @@ def opened(root: Path, content: bytes | None = None) -> tuple[CompileCache, list
     with parallel.joined_ranks(DEVICE) as ranks:
         if content is not None:
             compile_cache.write(file_of(root), compile_cache.identity_of(ranks.device), content)
-        cache = CompileCache.open(tiny_config(root, compile=True), ranks, Listening(root, 0))
+        cache = CompileCache.open(tiny_config(root, compile=True, compile_cache=True), ranks, Listening(root, 0))
     assert cache is not None
     return cache, said
 
@@ -98,21 +99,34 @@ def test_no_file_needs_no_note(tmp_path):
     assert said == []
 
 
-@pytest.mark.parametrize("change", [{"compile": False}, {"compile": True, "compile_cache": False}])
-def test_there_is_none_where_nobody_asked_for_it(tmp_path, change):
+def test_nothing_is_read_where_nobody_asked_for_it(tmp_path):
+    """A root may have been made by somebody else."""
+    opened(tmp_path, CONTENT)
     with parallel.joined_ranks(DEVICE) as ranks:
-        assert CompileCache.open(tiny_config(tmp_path, **change), ranks, Log(tmp_path, 0)) is None
+        assert CompileCache.open(tiny_config(tmp_path, compile=True), ranks, Log(tmp_path, 0)) is None
+
+
+def test_the_option_is_refused_without_compile(tmp_path):
+    with pytest.raises(UsageError, match="--compile-cache says nothing without --compile"):
+        tiny_config(tmp_path, compile_cache=True).check(1)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_only_a_regular_file_is_opened(tmp_path, make):
+    make(tmp_path / "cache.bin")
+    with pytest.raises((ValueError, OSError)):
+        compile_cache.read(tmp_path / "cache.bin", IDENTITY)
 
 
 def compile_something(rank: int, root: Path, own: Path) -> tuple[dict[str, int], list[float]]:
     """Compile a function in a process whose cache of torch's own is empty; what was compiled, and its result."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / str(rank))
     with parallel.joined_ranks(DEVICE) as ranks:
-        cache = CompileCache.open(tiny_config(root, compile=True), ranks, Log(root, rank))
+        cache = CompileCache.open(tiny_config(root, compile=True, compile_cache=True), ranks, Log(root, rank))
         assert cache is not None
         result = torch.compile(lambda x: (x * 2).sin().sum())(torch.arange(5.0, device=ranks.device))
         cache.keep()
-        return cache.graphs, [result.item()]
+        return compile_cache.count_graphs(), [result.item()]
 
 
 @needs_compiler
@@ -131,7 +145,7 @@ def test_a_second_start_on_a_fresh_machine_compiles_nothing(tmp_path):
 
 def train_compiled(rank: int, root: Path, own: Path) -> list[float]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
-    return [line["loss"] for line in run(root, steps=2, compile=True, resume="never")]
+    return [line["loss"] for line in run(root, steps=2, compile=True, compile_cache=True, resume="never")]
 
 
 @needs_compiler

@@ -102,7 +102,7 @@ def tiny_config(root: Path, **changes: Any) -> TrainConfig:
         "deterministic": DEVICE == "cuda",  # without it, no bit is promised there
         "activation_checkpointing": "none",
         "compile": False,
-        "compile_cache": True,
+        "compile_cache": False,
         "fp8": "none",
         "loss": "chunked",
         "log_every": 100,
