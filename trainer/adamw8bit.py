@@ -24,8 +24,8 @@ Coded = tuple[torch.Tensor, torch.Tensor]
 #: The keys of the state that only codes have.
 MEAN_SCALE, SQUARE_SCALE = "exp_avg_scale", "exp_avg_sq_scale"
 
-#: Elements of a shard that are updated at a time. Each fp32 tensor in between takes 16 MiB of them; a compiled update has
-#: only one, and fewer calls are the quicker ones.
+#: Elements of a shard that are updated at a time. Each fp32 tensor in between takes 16 MiB of them; a compiled update
+#: has only one, and fewer calls are the quicker ones.
 SLICE_ELEMENTS = 1 << 22
 COMPILED_SLICE_ELEMENTS = 1 << 25
 
