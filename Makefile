@@ -56,7 +56,7 @@ test-all: lint
 test-lowest:
 	@test -x $(LOWEST)/bin/pip || $(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install -qq --disable-pip-version-check -c tests/constraints-lowest.txt \
-	  -e '.[train,lora,gguf,report,tensorboard,wandb]' hypothesis pytest 'setuptools>=77' torchdata psutil \
+	  -e '.[train,lora,fp8,gguf,report,tensorboard,wandb]' hypothesis pytest 'setuptools>=77' torchdata psutil \
 	  accelerate
 	$(LOWEST)/bin/pytest $(LOWEST_TESTS)
 

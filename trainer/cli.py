@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -248,7 +249,7 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 @_option(
     "--fp8",
     "Matrix products of the blocks in 8-bit floats: on GPUs from Ada and Hopper on, with --compile. tensorwise: one "
-    "scale a tensor, the fastest. rowwise: one a row, closer to bf16. Weights and checkpoints stay as they are.",
+    "scale a tensor. rowwise: one a row, so that a large number harms its row alone. Checkpoints stay as they are.",
     type=click.Choice(["none", "tensorwise", "rowwise"]),
     default="none",
 )
@@ -381,3 +382,6 @@ def _report(error: CkptoolError) -> int:
 def _quiet_libraries() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # transformers imports torchao where it is installed, which warns on each rank of kernels that it can't load.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)

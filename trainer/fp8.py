@@ -3,15 +3,11 @@
 A layer's input, weight and gradient are scaled and cast to 8 bits before each of its three products, whose results are
 in the dtype of the input (Micikevicius et al., FP8 Formats for Deep Learning, 2022, arXiv:2209.05433). Weights, their
 gradients and the optimizer stay as they are, and so do the names and dtypes in checkpoints. FSDP2 gathers weights in
-the compute dtype: torchao's gather in 8 bits makes the weights tensors of its own class, which checkpoints would show.
+the compute dtype: with torchao's gather in 8 bits the weights would be tensors of its own class, in checkpoints too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,7 +52,7 @@ def use_fp8(model: PreTrainedModel, recipe: str, device: torch.device, pad_token
             hint="--fp8 none",
         )
     if recipe == "rowwise":
-        # Else a fused cast and an eager one round differently, and so do their scales: pytorch/pytorch#150859.
+        # What a compiled block recomputes must round as in the forward pass, or NaN follows: pytorch/pytorch#150859.
         torch._inductor.config.emulate_precision_casts = True
 
 
@@ -94,16 +90,15 @@ def notes(config: TrainConfig, device: torch.device) -> list[str]:
         return []
     if device.type == "cpu":
         return [f"note: --fp8 {config.fp8} is emulated on a CPU: it rounds as a GPU would, and is slower than without"]
-    return (
-        [] if config.compile else ["note: --fp8 without --compile is slow: casts and scales are kernels of their own"]
-    )
+    if not config.compile:
+        return ["note: --fp8 without --compile is slow: casts and scales are kernels of their own"]
+    return []
 
 
 def _torchao_config(recipe: str, pad_tokens: bool, emulate: bool) -> Float8LinearConfig:
     """torchao's settings for a recipe. Raises UnsupportedError without torchao."""
     try:
-        with _quiet_import():
-            from torchao.float8 import Float8LinearConfig
+        from torchao.float8 import Float8LinearConfig
     except ImportError as error:
         raise UnsupportedError(f"--fp8 {recipe} needs torchao", hint="pip install 'ckptool[fp8]'") from error
     return replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=pad_tokens, emulate=emulate)
@@ -113,16 +108,3 @@ def _expert_counts(model: PreTrainedModel) -> frozenset[int]:
     """All numbers that a config gives about experts, how many there are among them."""
     settings = model.config.get_text_config().to_dict()
     return frozenset(value for name, value in settings.items() if "expert" in name and isinstance(value, int))
-
-
-@contextlib.contextmanager
-def _quiet_import() -> Iterator[None]:
-    """torchao warns on each rank of kernels that it can't load; none of them is used here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -6,6 +6,7 @@ No module of this package imports torch, rich or the library's working parts at 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,9 @@ def main() -> None:
     gc.set_threshold(200_000, 20, 100)
     # numpy's BLAS, which no command uses, starts threads that spin.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # transformers imports torchao where it is installed, which warns of kernels that it can't load.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     code = run()
     gc.freeze()  # or the interpreter goes through all of it once more before it ends, for a second
     sys.exit(code)

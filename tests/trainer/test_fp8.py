@@ -1,5 +1,6 @@
 """8-bit matrix products: close to the run without them, and nothing of them in a checkpoint."""
 
+import subprocess
 import sys
 
 import pytest
@@ -177,7 +178,15 @@ def test_a_run_says_that_it_is_emulated_or_slow(root, capsys):
     said = capsys.readouterr().err
     assert ("emulated on a CPU" in said) == (DEVICE == "cpu")
     assert ("without --compile is slow" in said) == (DEVICE == "cuda")
-    assert "torchao" not in said
+
+
+def test_commands_are_silent_about_what_torchao_can_not_load(root):
+    """transformers imports it, whether 8 bits are asked for or not."""
+    ckptool.export("base", root=root, out=root / "out")
+    code = "from ckptool.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "import-hf", str(root / "out"), "again", "--root", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not [line for line in done.stderr.splitlines() if "torchao" in line or "Warning" in line or "W1" in line]
 
 
 @pytest.mark.slow
