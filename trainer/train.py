@@ -30,6 +30,7 @@ from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
 from trainer.profiling import Profile
+from trainer.same_options import check_same_options
 from trainer.schedule import learning_rate
 from trainer.shared_root import check_shared_root
 from trainer.signals import StopSignals
@@ -72,6 +73,7 @@ def train(config: TrainConfig, startup: Startup | None = None) -> None:
         ranks = context.enter_context(parallel.joined_ranks(config.device, config.dp_replicate, config.tp))
         log, watch = Log(config.work, ranks.rank), Stopwatch()
         context.enter_context(Watchdog(ranks, watch, stop, config.work / "failures", config.hang_minutes * 60))
+        check_same_options(config, ranks)
         config.check(ranks.num_data_ranks)
         if config.deterministic:
             parallel.make_deterministic()
