@@ -14,6 +14,9 @@ from trainer.curves import parse_boards
 #: The value of --lora-targets that names every linear layer but the output head.
 ALL_LINEAR = "all-linear"
 
+#: Options that may be given several times.
+_LISTS = {"data", "eval_data"}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -140,18 +143,34 @@ def parse_profile(text: str) -> tuple[int, int]:
 def read_defaults(path: Path, known: set[str]) -> dict[str, Any]:
     """Option defaults from a TOML file; `seq-len` and `seq_len` name the same option.
 
-    Raises UsageError for keys that are not in `known`, NotFoundError when the file is not there.
+    Values are given as the command line would give them: `1.5` is no number of steps there, and `true` no learning rate.
+    Raises UsageError for keys that are not in `known`, and for values that an option can't have; NotFoundError when the
+    file is not there.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise NotFoundError(f"no such file: {path}") from error
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from error
-    values = {key.replace("-", "_"): value for key, value in table.items()}
-    unknown = sorted(set(values) - known)
+    unknown = sorted({key.replace("-", "_") for key in table} - known)
     if unknown:
         raise UsageError(f"{path}: unknown option {', '.join(unknown)}", hint="python -m trainer --help lists them")
-    if isinstance(values.get("data"), str):
-        values["data"] = [values["data"]]
+    values = {key.replace("-", "_"): _as_typed(value, f"{path}: {key}") for key, value in table.items()}
+    if len(values) < len(table):
+        raise UsageError(f"{path}: an option is there twice, with - and with _ in its name")
+    for name in _LISTS & values.keys():
+        values[name] = values[name] if isinstance(values[name], list) else [values[name]]
     return values
+
+
+def _as_typed(value: Any, where: str) -> str | list[str]:
+    """A value of TOML as a person would type it."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str() | int() | float():
+            return str(value)
+        case list() if all(isinstance(each, str) for each in value):
+            return value
+    raise UsageError(f"{where} should be a string, a number, true or false, or a list of strings")

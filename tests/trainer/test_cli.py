@@ -51,18 +51,43 @@ def test_options_are_exactly_the_fields_of_the_config():
 
 def test_the_file_gives_defaults_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('steps = 7\nseq-len = 64\ndata = "text"\nschedule = "linear"\n')
+    file.write_text('steps = 7\nseq-len = 64\ndata = "text"\nschedule = "linear"\nlr = 1e-3\neval-data = "held-out"\n')
     values = parse("--config", str(file), "--seq-len", "32")
     assert (values["steps"], values["seq_len"], values["data"], values["schedule"]) == (7, 32, ("text",), "linear")
+    assert (values["lr"], values["eval_data"]) == (1e-3, ("held-out",))
+
+
+def test_a_switch_of_the_file_is_a_boolean_or_a_number(tmp_path):
+    file = tmp_path / "run.toml"
+    for value, is_on in (("true", True), ("false", False), ("1", True), ("0", False), ('"no"', False)):
+        file.write_text(f"steps = 7\nasync-save = {value}\n")
+        assert parse("--config", str(file))["async_save"] is is_on
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("stepz = 3", "unknown option stepz"), ("steps = ", "run.toml: "), ("config = 'x'", "config")]
+    "line", ["lr = true", "save-every = 1.5", "save-every = true", "seed = 1.0", "steps = 2024-01-01"]
+)
+def test_a_value_that_the_command_line_would_refuse_is_refused_in_the_file(tmp_path, line):
+    file = tmp_path / "run.toml"
+    file.write_text(f"{line}\n")
+    with pytest.raises((click.UsageError, UsageError)):
+        parse("--config", str(file), *([] if "steps" in line else ["--steps", "1"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz = 3", "unknown option stepz"),
+        ("steps = ", "run.toml: "),
+        ("config = 'x'", "config"),
+        ("steps = 1\nsave-every = 1\nsave_every = 2", "twice"),
+        ("data = ['a', 5]", "data should be a string, a number, true or false, or a list of strings"),
+    ],
 )
 def test_a_file_with_an_unknown_key_or_bad_syntax_is_refused(tmp_path, text, message):
     (tmp_path / "run.toml").write_text(text)
     with pytest.raises(UsageError, match=message):
-        read_defaults(tmp_path / "run.toml", {"steps"})
+        read_defaults(tmp_path / "run.toml", {"steps", "save_every", "data"})
     with pytest.raises(NotFoundError):
         read_defaults(tmp_path / "other.toml", {"steps"})
 
