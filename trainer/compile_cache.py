@@ -2,8 +2,8 @@
 
 It is one file for each kind of device and each device's number in its machine, because compiled code names that number.
 torch finds its entries by all that they were made from, so a file of another model or setting is no harm, and no help.
-What it holds is code, some of it pickled, and loading runs it. So it is read only when a person has asked for it, and not
-when others than this user can write it.
+What it holds is code, some of it pickled, and loading runs it. So it is read only when a person has asked for it, and
+not when others than this user can write it.
 """
 
 from __future__ import annotations

@@ -159,7 +159,8 @@ def test_a_run_from_the_cache_has_the_same_losses(root, tmp_path):
         [found] = run_ranks(1, train_compiled, root, tmp_path / life, limit_seconds=400)
         losses.append(found[-2:])
         shutil.rmtree(root / "step-2")
-    assert losses[0] == losses[1] == losses[2]
+    assert losses[0] == losses[1]
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)  # a GPU may find other kernels to be the fastest
     compiled, cached, damaged = (line["graphs"] for line in read_lines(root / "startup.jsonl"))
     assert compiled == damaged and compiled["cached"] == 0
     assert cached == {"compiled": 0, "cached": compiled["compiled"]}

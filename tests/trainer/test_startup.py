@@ -87,6 +87,14 @@ def test_a_resumed_process_reports_its_own_first_step(root):
     assert lines[1]["attempt"] == read_lines(root / "metrics.jsonl")[-1]["attempt"]
 
 
+def test_nothing_is_imported_that_the_first_step_may_not_need():
+    code = "import sys, trainer.train; print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    needless = {"datasets", "pandas", "pyarrow", "peft", "tensorboard", "wandb"}
+    assert "transformers" in out.split()
+    assert needless.isdisjoint(out.split()), needless & set(out.split())
+
+
 def test_the_command_counts_its_imports(root):
     arguments = ["--root", root, "--init-from", "base", "--data", root / "text", "--seq-len", 16, "--steps", 1]
     began = time.monotonic()
