@@ -6,6 +6,7 @@
 A model of random weights is made and imported, and the trainer runs from it under torchrun. One run goes through
 without a break: the others die, resume on other numbers of ranks, and must have fed the same samples and found the same
 losses but for rounding. Each section stands alone: one that fails, or runs out of time, becomes a row that says so.
+With `--only`, rows that were written before of other sections stay.
 Writes benchmarks/results/multi-{device}{ranks}-{size}.md and .jsonl.
 """
 
@@ -283,17 +284,26 @@ def resume_resharded(host: Host) -> None:
 
 
 def load_with_each_reader(host: Host) -> None:
-    """All ranks load a checkpoint: as imported, as they saved it, and as another number of ranks would save it."""
-    saved, other = host.reference / f"step-{SAVE_EVERY}", host.work / "other"
+    """All ranks load a checkpoint: as imported, as they saved it, as more ranks would, and that resharded for them."""
+    saved, other, resharded = host.reference / f"step-{SAVE_EVERY}", host.work / "other", host.work / "resharded"
     host.ckptool("reshard", "-q", saved, other, "--world-size", host.num_ranks + 1, "--rewrite")
-    places = {"imported": host.base, "saved by these ranks": saved, f"saved by {host.num_ranks + 1} ranks": other}
-    for what, checkpoint in places.items():
-        for reader in ("stock", "ours"):
-            out = host.run([*host.torchrun(host.num_ranks), PROGRAMS, "load", reader, host.device, checkpoint])
-            found = json.loads(next(x for x in out.splitlines() if x.startswith("RESULT ")).removeprefix("RESULT "))
-            factor = sum(found["read_bytes_by_rank"]) / sum(found["held_bytes_by_rank"])
-            host.note("load", f"{what}, {reader} reader", read_by_held=round(factor, 3), **found)
+    host.ckptool("reshard", "-q", other, resharded, "--world-size", host.num_ranks, "--rewrite")
+    places = {
+        str(host.base): "imported",
+        str(saved): "saved by these ranks",
+        str(other): f"saved by {host.num_ranks + 1} ranks",
+        str(resharded): f"that, resharded to {host.num_ranks}",
+    }
+    out = host.run([*host.torchrun(host.num_ranks), PROGRAMS, "load", host.device, *places])
+    for line in out.splitlines():
+        if not line.startswith("RESULT "):
+            continue
+        found = json.loads(line.removeprefix("RESULT "))
+        factor = sum(found["read_bytes_by_rank"]) / sum(found["held_bytes_by_rank"])
+        what = f"{places[found.pop('checkpoint')]}, {found.pop('reader')} reader"
+        host.note("load", what, read_by_held=round(factor, 3), **found)
     shutil.rmtree(other)
+    shutil.rmtree(resharded)
 
 
 def train_on_meshes(host: Host) -> None:
@@ -321,7 +331,7 @@ def share_conversions(host: Host) -> None:
     """reshard and export by one process and by torchrun's ranks, start-up included."""
     source = host.reference / f"step-{SAVE_EVERY}"
     num_bytes = folder_bytes(source)
-    for num_ranks in sorted({1, 2, host.num_ranks}):
+    for num_ranks in sorted({1, 2, 4, host.num_ranks}):
         jobs = {
             "reshard": ["reshard", "-q", source, host.work / "new", "--world-size", 2 * host.num_ranks, "--rewrite"],
             "export": ["export", "-q", source, "--out", host.work / "new"],
@@ -410,22 +420,26 @@ def make_model(folder: Path, size: str, device: str) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
 
 
-def write(host: Host, results: Path, seconds: float) -> None:
-    """The raw rows, and a table of them."""
+def write(host: Host, results: Path, kept: set[str], seconds: float) -> None:
+    """The raw rows, and a table of them; those of `kept` sections as they were written before."""
     import torch
 
     results.mkdir(parents=True, exist_ok=True)
     stem = results / f"multi-{host.device}{host.num_ranks}-{host.size}"
-    stem.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in host.rows))
+    before = read_lines(stem.with_suffix(".jsonl")) if stem.with_suffix(".jsonl").exists() else []
+    old = [row for row in before if row["section"] in kept]
+    rows, kept = host.rows + old, {row["section"] for row in old}
+    stem.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     name = torch.cuda.get_device_name() if host.device == "cuda" else "CPU"
     lines = [
         f"{host.num_ranks} x {name}, torch {torch.__version__}, Llama of size {host.size}, weights in "
-        f"{PARAM_DTYPES[host.size]}, sequences of {host.seq_len}, {seconds:.0f} s in all",
+        f"{PARAM_DTYPES[host.size]}, sequences of {host.seq_len}, {seconds:.0f} s in all"
+        + (f"; {', '.join(sorted(kept))}: of another run" if kept else ""),
         "",
         "| section | what | found |",
         "|---|---|---|",
     ]
-    for row in host.rows:
+    for row in rows:
         found = {k: round(v, 3) if isinstance(v, float) and v > 1e-2 else v for k, v in row.items()}
         text = "; ".join(f"{k} {v}" for k, v in found.items() if k not in ("section", "what"))
         lines.append(f"| {row['section']} | {row['what']} | {' '.join(text.split()).replace('|', '/')} |")
@@ -470,7 +484,8 @@ def main(
                 if section in chosen:
                     attempt(host, section, run)
         finally:
-            write(host, results, time.monotonic() - began)
+            done = {row["section"] for row in host.rows}
+            write(host, results, {*main_sections()} - {*chosen} - done, time.monotonic() - began)
 
 
 def attempt(host: Host, section: str, run: Callable[[Host], None]) -> None:

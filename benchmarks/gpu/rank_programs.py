@@ -1,6 +1,6 @@
 """What multi.py has the ranks of torchrun do, besides training.
 
-torchrun ... benchmarks/gpu/rank_programs.py load READER DEVICE CHECKPOINT
+torchrun ... benchmarks/gpu/rank_programs.py load DEVICE CHECKPOINT...
 torchrun ... benchmarks/gpu/rank_programs.py dies-in-save STEP SECONDS [trainer's options]
 """
 
@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 
-def load(reader: str, device: str, checkpoint: str) -> None:
-    """Load every tensor of a checkpoint as FSDP2 shards it, and print bytes read and seconds, of all ranks, as JSON.
+def load(device: str, *checkpoints: str) -> None:
+    """Load every tensor of the checkpoints as FSDP2 shards it, and print bytes read and seconds of each rank, as JSON.
 
-    READER is `stock`, torch's FileSystemReader, or `ours`. Bytes are what each rank asks of the files.
+    With both readers in turn: `stock`, torch's FileSystemReader, and `ours`. Bytes are what a rank asks of the files.
     """
     import torch
     import torch.distributed as dist
@@ -50,31 +50,33 @@ def load(reader: str, device: str, checkpoint: str) -> None:
         read_into(self, name, offset_bytes, out)
 
     RangeReader.read_into = count  # type: ignore[method-assign]
-    entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    state = {
-        fqn: zeros(
-            entry.size,
-            dtype=entry.properties.dtype,
-            device_mesh=mesh,
-            placements=[Shard(0) if len(entry.size) else Replicate()],
-        )
-        for fqn, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    opened = {"stock": CountingReader, "ours": ckptool.StorageReader}[reader]
-    dist.barrier()
-    began = time.perf_counter()
-    dcp.load(state, storage_reader=opened(checkpoint))
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    held = sum(tensor.to_local().nbytes for tensor in state.values())
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (num_read, held, seconds))
-    if dist.get_rank() == 0:
-        read, held_bytes, walls = zip(*ranks, strict=True)
-        result = {"read_bytes_by_rank": read, "held_bytes_by_rank": held_bytes, "seconds": round(max(walls), 3)}
-        print("RESULT " + json.dumps(result), flush=True)
+    for checkpoint in checkpoints:
+        entries = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        state = {
+            fqn: zeros(
+                entry.size,
+                dtype=entry.properties.dtype,
+                device_mesh=mesh,
+                placements=[Shard(0) if len(entry.size) else Replicate()],
+            )
+            for fqn, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        held = sum(tensor.to_local().nbytes for tensor in state.values())
+        for reader, opened in (("ours", ckptool.StorageReader), ("stock", CountingReader)):
+            num_read = 0
+            dist.barrier()
+            began = time.perf_counter()
+            dcp.load(state, storage_reader=opened(checkpoint))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, (num_read, held, time.perf_counter() - began))
+            if dist.get_rank() == 0:
+                read, held_bytes, walls = zip(*ranks, strict=True)
+                found = {"checkpoint": checkpoint, "reader": reader, "seconds": round(max(walls), 3)}
+                found |= {"read_bytes_by_rank": read, "held_bytes_by_rank": held_bytes}
+                print("RESULT " + json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 

@@ -10,6 +10,11 @@ that is free: `lost` is the time of the steps from the call until the checkpoint
 what so many steps take without a save (the mean of 6 right before); `durable` is the time from the call until the files
 are complete (ours: flushed and renamed too). The first save of a process and the later ones are listed apart.
 
+A virtual machine may be given its memory only when that is touched for the first time, 3 s for 8 GiB on the one where
+this was measured. So `--touch-gib` of memory is written to and given back before the first row.
+
+Rows of `raw` are the disk alone: as many bytes by 8 threads past the page cache, flushed, with nothing on the GPU.
+
 Rows of `snapshot` time nothing: while the compute stream is busy and has updates queued before and after the save, the
 stored tensors must equal copies that the compute stream itself made at that moment.
 Writes benchmarks/results/save.jsonl and save.md.
@@ -18,6 +23,8 @@ Writes benchmarks/results/save.jsonl and save.md.
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +32,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +53,12 @@ ROWS = [
     ("1b", "dcp.save", "shm", 2),
     ("1b", "dcp.async_save", "shm", 2),
     ("8b", "ours", "disk", 1),
+    ("8b", "raw", "disk", 1),
     ("8b", "dcp.async_save", "shm", 1),
     ("8b", "dcp.save", "shm", 1),
     ("1b", "ours-host", "shm", 3),
     ("1b", "ours", "disk", 2),
+    ("1b", "raw", "disk", 2),
 ]
 _SCALED = (("state_bytes", 1e9), ("step_seconds", 1))
 _FIELDS = ("shape", "method", "where", "num_saves")
@@ -58,13 +68,15 @@ _FIELDS = ("shape", "method", "where", "num_saves")
 @click.option("--only", default="", help="Only rows whose text holds these words.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
 @click.option("--disk", type=click.Path(path_type=Path), default=tempfile.gettempdir(), help="A folder on a disk.")
+@click.option("--touch-gib", type=click.IntRange(0), default=0, help="Memory to touch first, in GiB.")
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
 @click.pass_context
-def main(context: click.Context, only: str, device: str, disk: Path, results: Path) -> None:
+def main(context: click.Context, only: str, device: str, disk: Path, touch_gib: int, results: Path) -> None:
     """Measure every row, each in a process of its own."""
     if context.invoked_subcommand:
         return
     began = time.monotonic()
+    touch_memory(touch_gib)
     results.mkdir(parents=True, exist_ok=True)
     done: list[dict[str, Any]] = []
     for values in ROWS:
@@ -82,6 +94,19 @@ def main(context: click.Context, only: str, device: str, disk: Path, results: Pa
         (results / "save.jsonl").write_text("".join(json.dumps(line) + "\n" for line in done))
         (results / "save.md").write_text(table(done))
     print(table(done))
+
+
+def touch_memory(num_gib: int) -> None:
+    """Write so much to /dev/shm from several threads, and remove it."""
+    zeros = bytes(1 << 26)
+    with tempfile.TemporaryDirectory(prefix="touch-", dir="/dev/shm") as name, ThreadPoolExecutor(16) as threads:
+
+        def write(number: int) -> None:
+            with (Path(name) / str(number)).open("wb", buffering=0) as file:
+                for _ in range(16):
+                    file.write(zeros)
+
+        list(threads.map(write, range(num_gib)))
 
 
 def _in_process(row: dict[str, Any], device: str, folder: Path, limit_seconds: float) -> dict[str, Any]:
@@ -134,6 +159,11 @@ def row(device: str, folder: Path, text: str) -> None:
     given = json.loads(text)
     setting = {"sequences": SEQUENCES[given["shape"]], "checkpointing": "block", "compile": False, "loss": "chunked"}
     setting["shape"] = given["shape"] if device == "cuda" else "tiny"
+    if given["method"] == "raw":
+        num_bytes = 6 * num_parameters(setting["shape"])
+        seconds = [write_raw(folder, num_bytes) for _ in range(given["num_saves"])]
+        print(json.dumps({"durable_seconds": seconds, "state_bytes": num_bytes, "machine": _machine(device)}))
+        return
     pending: list[Any] = []
 
     def before_update() -> None:
@@ -202,6 +232,39 @@ class Done:
 
     def result(self) -> None:
         return
+
+
+def num_parameters(shape: str) -> int:
+    """Of the shape's model, tied ones once."""
+    import step as steps
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**steps.SHAPES[shape])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_raw(folder: Path, num_bytes: int, num_threads: int = 8) -> float:
+    """Seconds that it takes to write so many bytes to new files, past the page cache, and to flush them."""
+    part = mmap.mmap(-1, 1 << 22)  # aligned to a page, as O_DIRECT demands
+    part.write(os.urandom(len(part)))
+
+    def write(number: int) -> None:
+        file = os.open(folder / f"raw-{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+        for _ in range(max(1, num_bytes // num_threads // len(part))):
+            os.write(file, part)
+        os.fsync(file)
+        os.close(file)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(write, range(num_threads)))
+    seconds = time.perf_counter() - began
+    for number in range(num_threads):
+        (folder / f"raw-{number}").unlink()
+    return seconds
 
 
 def method_of(name: str) -> Callable[[dict[str, Any], Path], Any]:
