@@ -60,6 +60,9 @@ class MemoryAdvice:
         is_cuda = self.device.type == "cuda"
         if is_cuda and "expandable_segments:True" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             ways.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (less of the memory lost to gaps)")
+        if config.optimizer == "adamw" and not config.lora_rank:
+            need = self._estimated(replace(config, optimizer="adamw8bit"), ": {}")
+            ways.append(f"--optimizer adamw8bit (moments in 8 bits; for a run from its beginning{need})")
         if is_cuda and not config.cpu_offload:
             ways.append("--cpu-offload (weights and optimizer in host memory: slow)")
         fewest = self._fewest_ranks()
@@ -111,7 +114,8 @@ class MemoryAdvice:
                 dp_replicate=config.dp_replicate,
                 tp=config.tp,
                 param_dtype=config.param_dtype,
-                optimizer_dtype="fp32" if config.stochastic_rounding else None,
+                optimizer=config.optimizer,
+                optimizer_dtype="fp32" if config.stochastic_rounding and config.optimizer == "adamw" else None,
                 compute_dtype=compute_dtype,
                 loss=config.loss,
                 compiled=config.compile,

@@ -1,7 +1,8 @@
 """AdamW for bf16 weights: computed in fp32, and rounded up or down by chance, so that small updates are not lost.
 
 Rounding to the nearest bf16 loses every update below 1/256 of a weight. Rounded by chance, in proportion to what would
-be cut off, a weight moves by the right amount on average. Moments are fp32, so a parameter takes 10 bytes, not 16.
+be cut off, a weight moves by the right amount on average. Moments are fp32, so a parameter takes 12 bytes with its
+gradient, not 16.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ states in bf16, sequence 4096, gradients clipped to 1.
 
 * trainer: the step of trainer/train.py. On one GPU it does without FSDP2; `trainer, FSDP2` has it there too.
   `trainer, fp8` has the blocks' products in 8 bits, with one scale a tensor or (`rowwise`) one a row; its MFU is of
-  the peak of bf16 all the same.
+  the peak of bf16 all the same. `trainer, adamw8bit` keeps the moments in 8 bits.
 * torchtitan: its Llama, parallelized by its own functions as its train.py calls them, its loss, clipping and optimizer.
   On one GPU it too does without FSDP2, and `torchtitan, FSDP2` has it. Its Llama has no tied embeddings: in the 1B
   shape it has a head of its own, whose parameters don't count in its MFU.
@@ -100,6 +100,8 @@ ROWS = [
     ("trainer, fp8", "none", True, "chunked"),
     ("trainer, fp8", "selective", True, "chunked"),
     ("trainer, fp8 rowwise", "none", True, "chunked"),
+    ("trainer, adamw8bit", "none", True, "chunked"),
+    ("trainer, adamw8bit", "none", False, "chunked"),
     ("trainer", "block", False, "chunked"),
 ]
 ROWS_OF_SEVERAL = [
@@ -400,6 +402,7 @@ def trainer_state(
     options += ["--micro-batch-size", str(setting["sequences"])]
     options += ["--compile"] if setting["compile"] and device == "cuda" else []
     options += ["--no-reshard-after-forward"] if "no resharding" in setting.get("code", "") else []
+    options += ["--optimizer", "adamw8bit"] if "adamw8bit" in setting.get("code", "") else []
     if "fp8" in setting.get("code", ""):
         options += ["--fp8", "rowwise" if "rowwise" in setting["code"] else "tensorwise"]
     settings = cli.command.make_context("trainer", options).params

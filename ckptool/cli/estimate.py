@@ -36,6 +36,13 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss", "buffers
 )
 @click.option("--tp", type=_POSITIVE, default=1, show_default=True, help="GPUs that split each layer among them.")
 @click.option("--param-dtype", type=_DTYPE, default="fp32", show_default=True, help="Dtype of the trained weights.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "adamw8bit"]),
+    default="adamw",
+    show_default=True,
+    help="adamw8bit: moments in 8 bits.",
+)
 @click.option("--optimizer-dtype", type=_DTYPE, help="Dtype of AdamW's state (default: the weights', as the trainer).")
 @click.option("--compute-dtype", type=_DTYPE, default="bf16", show_default=True, help="Dtype of the computation.")
 @click.option(

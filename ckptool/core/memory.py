@@ -23,6 +23,9 @@ _FP32_BYTES = 4
 #: AdamW keeps a mean of the gradients and one of their squares.
 _NUM_MOMENTS = 2
 
+#: Of a moment in 8 bits (trainer/adamw8bit.py): a code a parameter, and a scale in fp32 for each block of 256.
+EIGHT_BIT_MOMENT_BYTES = 1 + _FP32_BYTES / 256
+
 #: What no tensor shows: the CUDA context, loaded kernels, workspaces of cuBLAS, buffers of NCCL.
 CONTEXT_BYTES = 1_000_000_000
 
@@ -74,7 +77,7 @@ class ModelSizes:
 class TrainingSetup:
     """One rank's part of a step. `num_shards` ranks share the parameters; `num_micro_steps` are accumulated.
 
-    The head and the loss are computed for at most `loss_chunk_elements` logits at a time, or for all at once (None).
+    `optimizer_bytes` are those of one moment of one parameter. The head and the loss are computed for at most `loss_chunk_elements` logits at a time, or for all at once (None).
     Blocks that are `compiled` keep fewer activations. Without `reshard_after_forward` the blocks' gathered weights stay
     until their backward pass. A rank that is `alone` does without FSDP2 where weights are
     stored as they are computed with and nothing is accumulated.
@@ -85,7 +88,7 @@ class TrainingSetup:
     num_shards: int = 1
     num_micro_steps: int = 1
     parameter_bytes: int = 4
-    optimizer_bytes: int = 4
+    optimizer_bytes: float = 4
     compute_bytes: int = 2
     loss_chunk_elements: int | None = None
     compiled: bool = False
@@ -215,7 +218,8 @@ def fewest_gpus(fits: Callable[[int], bool], step: int, limit: int = MAX_GPUS) -
 def _states(model: ModelSizes, setup: TrainingSetup) -> tuple[int, int, int]:
     """A rank's weights, gradients (in the weights' dtype) and optimizer state."""
     held = math.ceil(model.num_parameters / setup.num_shards)
-    return held * setup.parameter_bytes, held * setup.parameter_bytes, held * _NUM_MOMENTS * setup.optimizer_bytes
+    optimizer = math.ceil(held * _NUM_MOMENTS * setup.optimizer_bytes)
+    return held * setup.parameter_bytes, held * setup.parameter_bytes, optimizer
 
 
 def _loss(model: ModelSizes, setup: TrainingSetup) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptool.core.memory import (
     CHECKPOINTING,
+    EIGHT_BIT_MOMENT_BYTES,
     MAX_GPUS,
     Memory,
     ModelSizes,
@@ -29,6 +30,9 @@ LOSSES = {"chunked": 1 << 28, "plain": None}
 
 #: Bytes of the dtypes that weights, optimizer and computation may have.
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+
+#: The trainer's --optimizer.
+OPTIMIZERS = ("adamw", "adamw8bit")
 
 _SHARDINGS = {"ddp": ddp_memory, "fsdp2": fsdp_memory}
 
@@ -71,6 +75,7 @@ def estimate(
     dp_replicate: int = 1,
     tp: int = 1,
     param_dtype: str = "fp32",
+    optimizer: str = "adamw",
     optimizer_dtype: str | None = None,
     compute_dtype: str = "bf16",
     loss: str = "chunked",
@@ -82,8 +87,8 @@ def estimate(
     config is fetched, a folder with a config.json, or a checkpoint.
 
     `seq_len` in tokens, the batch sizes in sequences, a global one over all ranks (default: one micro batch a rank).
-    `loss` is a key of LOSSES; dtypes are keys of DTYPE_BYTES, that of the optimizer by default the weights', as the
-    trainer has it; `compiled` is the trainer's --compile, `reshard_after_forward` its option of that name. `details`
+    `loss` is a key of LOSSES, `optimizer` one of OPTIMIZERS; dtypes are keys of DTYPE_BYTES, that of AdamW's state by
+    default the weights', as the trainer has it; `compiled` is the trainer's --compile, `reshard_after_forward` its option of that name. `details`
     has the model's sizes and `ways`: DDP and FSDP2 with each `checkpointing` of core.memory.CHECKPOINTING, each with
     the fields of `core.memory.Memory`, `needed_bytes`, `fits` and `fewest_gpus` (None: no number is enough).
     Raises UsageError, NotFoundError, DamagedError or UnsupportedError, one line each.
@@ -95,7 +100,7 @@ def estimate(
         seq_len,
         micro_batch_size,
         parameter_bytes=_dtype_bytes(param_dtype),
-        optimizer_bytes=_dtype_bytes(optimizer_dtype or param_dtype),
+        optimizer_bytes=_moment_bytes(optimizer, optimizer_dtype, param_dtype),
         compute_bytes=_dtype_bytes(compute_dtype),
         loss_chunk_elements=LOSSES[loss] if tp == 1 else None,  # a head that is split has the plain loss
         compiled=compiled,
@@ -236,6 +241,17 @@ def _check_heads(config: Any, tp: int) -> None:
         number = getattr(config, name, None)
         if isinstance(number, int) and number % tp:
             raise UsageError(f"--tp {tp} doesn't divide the model's {name}, {number}", hint="another --tp, or none")
+
+
+def _moment_bytes(optimizer: str, dtype: str | None, param_dtype: str) -> float:
+    """Of one moment of one parameter."""
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"there is no optimizer {optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+    if optimizer == "adamw":
+        return _dtype_bytes(dtype or param_dtype)
+    if dtype is not None:
+        raise UsageError(f"--optimizer-dtype {dtype} says nothing with --optimizer {optimizer}, whose state is codes")
+    return EIGHT_BIT_MOMENT_BYTES
 
 
 def _dtype_bytes(name: str) -> int:

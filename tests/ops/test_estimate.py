@@ -100,6 +100,8 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
         ({"seq_len": 0}, UsageError),
         ({"param_dtype": "int8"}, UsageError),
         ({"loss": "hinge"}, UsageError),
+        ({"optimizer": "sgd"}, UsageError),
+        ({"optimizer": "adamw8bit", "optimizer_dtype": "fp32"}, UsageError),
     ],
 )
 def test_settings_that_can_not_be_are_refused(folder: Path, options: dict[str, Any], error: type[CkptoolError]) -> None:

@@ -261,6 +261,16 @@ def test_on_two_ranks_a_kill_and_a_resume_are_the_run_that_was_never_interrupted
     assert all(torch.equal(tensor, moments[fqn]) for fqn, tensor in stored_moments(finished / "step-6").items())
 
 
+def test_the_estimate_knows_its_bytes(wide_root, tmp_path):
+    """But for vectors, whose moments are fp32."""
+    run(wide_root, steps=1, **EIGHT_BIT)
+    took = sum(tensor.nbytes for tensor in stored_moments(wide_root / "step-1").values())
+    said = ckptool.estimate(str(wide_root / "base-hf"), optimizer="adamw8bit").details["ways"][0]["optimizer_bytes"]
+    assert said == pytest.approx(took, rel=0.02)
+    fp32 = ckptool.estimate(str(wide_root / "base-hf")).details["ways"][0]["optimizer_bytes"]
+    assert said < 0.26 * fp32
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_another_world_size_goes_on_with_the_same_training(finished, tmp_path, world_size):
     root = Path(shutil.copytree(finished, tmp_path / "root"))
