@@ -121,9 +121,9 @@ def trained_parameters(
 def find_origin(config: TrainConfig) -> Origin:
     """Decide what the run goes on or begins from.
 
-    Raises NotFoundError when there is nothing, DamagedError when the root's checkpoints are all incomplete,
-    TargetExistsError when the root has a later step than the run begins at: it could be in the way of any save, and
-    the next resume would take it for this run's.
+    Raises NotFoundError when there is nothing, DamagedError when the root's checkpoints are all incomplete or the one
+    to resume is of another step than its name, TargetExistsError when the root has a later step than the run begins
+    at: it could be in the way of any save, and the next resume would take it for this run's.
     """
     origin = _resumed(config) or _initial(config)
     if adapter := _adapter_of(config, origin):
@@ -134,9 +134,13 @@ def find_origin(config: TrainConfig) -> Origin:
     for root in config.places:
         taken = [name for name in later_steps(root, first) if name not in free_again]
         if taken:
+            is_stranger = config.resume == "auto"  # else it would go on from there
             raise TargetExistsError(
                 f"{ckptool.place(str(root)) / taken[0]} exists, and this run begins at step {first}",
-                hint="--resume auto goes on from the newest; or choose another --root",
+                hint=(
+                    "it is no checkpoint, so move it away" if is_stranger else "--resume auto goes on from the newest"
+                )
+                + "; or choose another --root",
             )
     return origin
 
@@ -226,6 +230,11 @@ def _open(path: Place, is_resume: bool, passed_over: tuple[tuple[str, str], ...]
     if is_resume and "data.record" not in manifest.objects:
         raise UsageError(f"{path} is no training checkpoint, so it can't be resumed", hint=f"--init-from {path.name}")
     provenance = manifest.provenance or Provenance(tool_version=ckptool.__version__)
+    if is_resume and step_of(path) not in (-1, provenance.step):
+        told = f"its ckptool.json is of step {provenance.step}" if manifest.provenance else "it has no ckptool.json"
+        raise DamagedError(
+            f"{path} is not as it was saved: {told}", hint="give it back its name or the file, or move it away"
+        )
     trained = [t for t in weights if is_adapter_name(t.fqn) or not provenance.adapter]
     dtypes = tuple(sorted({t.dtype for t in trained if getattr(torch, t.dtype).is_floating_point}))
     if not provenance.adapter.get("base"):  # else the config is of the base, which was held against it
@@ -395,9 +404,17 @@ def _clear_way(target: Place, origin: Origin, log: Log) -> None:
 
 
 def param_dtype(option: str, origin: Origin) -> torch.dtype:
-    """The dtype of the trained weights. Raises MismatchError for `keep` when the checkpoint mixes several."""
+    """The dtype of the trained weights. Raises MismatchError for `keep` when the checkpoint mixes several, and for another
+    one than that of the run that is resumed."""
     if option != "keep":
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[option]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[option]
+        if origin.is_resume and origin.stored_dtypes != (str(dtype).removeprefix("torch."),):
+            raise MismatchError(
+                f"{origin.path} was trained as {', '.join(origin.stored_dtypes)}, and --param-dtype is {option}: weights "
+                "would be cast without a word",
+                hint="--param-dtype keep goes on as before; in another dtype, --init-from begins anew",
+            )
+        return dtype
     if len(origin.stored_dtypes) != 1:
         raise MismatchError(
             f"{origin.path} mixes {', '.join(origin.stored_dtypes)}, so --param-dtype keep has no one dtype",

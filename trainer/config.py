@@ -143,9 +143,9 @@ def parse_profile(text: str) -> tuple[int, int]:
 def read_defaults(path: Path, known: set[str]) -> dict[str, Any]:
     """Option defaults from a TOML file; `seq-len` and `seq_len` name the same option.
 
-    Values are given as the command line would give them: `1.5` is no number of steps there, and `true` no learning rate.
-    Raises UsageError for keys that are not in `known`, and for values that an option can't have; NotFoundError when the
-    file is not there.
+    Values are as the command line would give them: `1.5` is no number of steps there, and `true` no learning rate.
+    Raises UsageError for keys that are not in `known` and for values of no option's type, NotFoundError when there is no
+    such file.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))

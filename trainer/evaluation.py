@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ckptool import DataPosition, UsageError
+from ckptool import CkptoolError, DataPosition, UsageError
 from trainer.config import TrainConfig
-from trainer.data import TrainingData, prepare
+from trainer.data import Prepared, TrainingData, prepare
 from trainer.loss import batch_loss
 from trainer.metrics import Log
 from trainer.parallel import Ranks
@@ -28,9 +28,7 @@ class HeldOut:
         """What --eval-data names; None when it names nothing. Raises UsageError for what has no first units."""
         if not config.eval_data:
             return None
-        prepared = ranks.from_rank0(
-            lambda: prepare(config.eval_data, config.unit, config.seq_len, hf_folder, config.work, log.say)
-        )
+        prepared = ranks.from_rank0(lambda: _prepare(config, hf_folder, log))
         if any(source.corpus is None for source in prepared):
             raise UsageError("--eval-data can't be a stream or a loader", hint="save a part of it to a file")
         data = TrainingData(prepared, config.unit, config.seq_len, hf_folder)
@@ -51,3 +49,12 @@ class HeldOut:
         model.train()
         total, count = ranks.sum(loss_sum, float(num_labels))
         return total / max(1.0, count)
+
+
+def _prepare(config: TrainConfig, hf_folder: Path, log: Log) -> list[Prepared]:
+    """The sources of --eval-data, which an error names."""
+    try:
+        return prepare(config.eval_data, config.unit, config.seq_len, hf_folder, config.work, log.say)
+    except CkptoolError as error:
+        error.args = (f"--eval-data: {error}",)
+        raise

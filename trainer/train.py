@@ -111,6 +111,8 @@ def train(config: TrainConfig, startup: Startup | None = None) -> None:
             f"world size {ranks.world_size} on {ranks.device.type}, step {state.step} of {config.steps}, "
             f"{state.position.consumed:,} units trained"
         )
+        if state.step >= config.steps:
+            log.say("nothing is left to train: more --steps go on from here")
         saves = context.enter_context(Saves(config, origin, ranks, log))
         context.enter_context(log.drawing(parse_boards(config.log_to), state.step))
         startup.ended("checks")

@@ -78,8 +78,8 @@ class Windows:
         self.num_units = (corpus.num_tokens - 1) // seq_len
         if self.num_units < 1:
             raise UsageError(
-                f"the data has {corpus.num_tokens} tokens; one window needs {seq_len + 1}",
-                hint="give more --data, or a smaller --seq-len",
+                f"{corpus.name}: {corpus.num_tokens} tokens; one window needs {seq_len + 1}",
+                hint="more data, or a smaller --seq-len",
             )
 
     def row(self, index: int, epoch: int = 0) -> Row:

@@ -120,6 +120,14 @@ def test_a_path_without_text_is_an_error(tmp_path, corpus_of):
             corpus_of(path)
 
 
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for folder in ("empty", "absent"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(UnsupportedError, match=f"{folder} holds no tokenizer"):
+            open_corpus(files(tmp_path / "a.txt"), tmp_path / folder, tmp_path / "root", print)
+
+
 def test_a_tokenizer_without_an_end_of_text_is_refused(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None

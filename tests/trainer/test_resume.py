@@ -195,9 +195,10 @@ def test_a_run_that_would_meet_its_own_old_checkpoints_is_refused_at_once(finish
         run(finished, resume=resume, steps=10, save_every=5)
 
 
-def test_a_finished_run_has_nothing_to_do(finished):
+def test_a_finished_run_has_nothing_to_do_and_says_so(finished, capsys):
     lines = read_lines(finished / "metrics.jsonl")
     assert run(finished, steps=10) == lines
+    assert "nothing is left to train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("change", "difference"), [({"seed": 1}, "seed 0 -> 1"), ({"seq_len": 8}, "seq_len 16 -> 8")])
@@ -213,7 +214,7 @@ def test_changed_data_is_refused(halfway):
 
 
 def test_a_resume_in_another_dtype_is_refused(halfway):
-    with pytest.raises(MismatchError, match="float32 in the checkpoint, bfloat16 here"):
+    with pytest.raises(MismatchError, match="was trained as float32, and --param-dtype is bf16"):
         run(halfway, steps=10, param_dtype="bf16")
 
 
@@ -241,3 +242,22 @@ def test_a_second_damaged_checkpoint_of_one_name_is_moved_aside_too(halfway):
         (halfway / "step-6" / ".metadata").unlink()
         run(halfway, steps=6, save_every=6)
         assert (halfway / aside).is_dir()
+
+
+@pytest.mark.parametrize("way", ["renamed", "ckptool.json gone"])
+def test_a_checkpoint_whose_name_is_not_its_step_is_refused(halfway, way):
+    newest = halfway / "step-5"
+    if way == "renamed":
+        newest.rename(halfway / "step-90")
+    else:
+        (newest / "ckptool.json").unlink()
+    told = "its ckptool.json is of step 5" if way == "renamed" else "it has no ckptool.json"
+    with pytest.raises(DamagedError, match=f"is not as it was saved: {told}"):
+        run(halfway, steps=10)
+
+
+def test_a_file_in_the_way_of_a_save_is_to_be_moved_away(halfway):
+    (halfway / "step-99").write_text("a note")
+    with pytest.raises(TargetExistsError) as refused:
+        run(halfway, steps=10)
+    assert "no checkpoint, so move it away" in refused.value.hint

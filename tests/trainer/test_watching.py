@@ -29,6 +29,12 @@ def test_the_held_out_loss_falls_and_changes_no_training(root):
     assert [line["loss"] for line in run(root, steps=4)] == [line["loss"] for line in lines]
 
 
+def test_held_out_data_that_is_too_short_is_named(root):
+    (root / "short.txt").write_text("a word")
+    with pytest.raises(UsageError, match="--eval-data: files: 7 tokens; one window needs 17"):
+        run(root, steps=1, eval_data=(str(root / "short.txt"),))
+
+
 def times(rank, host="a", **seconds):
     return RankTimes(rank, host, 1.0, {**dict.fromkeys(PHASES, 0.1), "probe": 0.01} | seconds, 0)
 

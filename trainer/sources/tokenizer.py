@@ -20,6 +20,10 @@ def load_tokenizer(hf_folder: Path) -> Any:
     """Raises UnsupportedError when there is none, or one without an end-of-text token."""
     import transformers
 
+    if not any(path.is_file() for pattern in _FILES for path in hf_folder.glob(pattern)):
+        raise UnsupportedError(
+            f"{hf_folder} holds no tokenizer", hint="ckptool import-hf takes it along from a folder that has one"
+        )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             hf_folder, local_files_only=True, trust_remote_code=False
