@@ -103,7 +103,7 @@ def count_graphs() -> dict[str, int]:
 def path_of(work: Path, device: torch.device) -> Path:
     """The file of all ranks with such a device."""
     identity = identity_of(device)
-    name = f"torch {identity['torch']} {identity['device']} {device.index or 0}"
+    name = f"torch {identity['torch']} python {identity['python']} {identity['device']} {device.index or 0}"
     return work / FOLDER / (re.sub(r"[^\w.+]+", "-", name) + ".bin")
 
 
@@ -113,7 +113,8 @@ def identity_of(device: torch.device) -> dict[str, Any]:
         name = torch.cuda.get_device_name(device)
     else:
         name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return {"format": FORMAT, "torch": torch.__version__, "python": platform.python_version(), "device": name}
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"format": FORMAT, "torch": torch.__version__, "python": python, "device": name}
 
 
 def read(path: Path, identity: dict[str, Any]) -> bytes:
@@ -128,13 +129,14 @@ def read(path: Path, identity: dict[str, Any]) -> bytes:
             raise ValueError("it is no regular file")
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
             raise ValueError("it holds code, and others than this user can write it")
-        header = json.loads(file.readline(_MAX_HEADER_BYTES))
-        content = file.read()
-    if not isinstance(header, dict):
-        raise ValueError("it is damaged")
+        line, content = file.readline(_MAX_HEADER_BYTES), file.read()
+    try:
+        header = dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError("it is damaged") from error
     for name, ours in identity.items():
         if header.get(name) != ours:
-            raise ValueError(f"its {name} is {header.get(name)}, and {ours} here")
+            raise ValueError(f"its {name} is {header.get(name)!r}, and {ours!r} here")
     if header.get("sha256") != hashlib.sha256(content).hexdigest():
         raise ValueError("it is damaged")
     return content

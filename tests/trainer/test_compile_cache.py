@@ -39,11 +39,11 @@ def test_what_was_written_is_read_and_nothing_is_left_beside_it(file):
 @pytest.mark.parametrize("change", [{"format": 2}, {"torch": "2.14.0"}, {"device": "another GPU"}])
 def test_a_file_of_another_version_or_device_is_not_read(file, change):
     [name] = change
-    with pytest.raises(ValueError, match=f"its {name} is {IDENTITY[name]}, and {change[name]} here"):
+    with pytest.raises(ValueError, match=f"its {name} is {IDENTITY[name]!r}, and {change[name]!r} here"):
         compile_cache.read(file, IDENTITY | change)
 
 
-@pytest.mark.parametrize("at", [0, 20, -1])
+@pytest.mark.parametrize("at", [0, 1, 20, 300, -1])
 def test_a_changed_byte_is_noticed(file, at):
     stored = bytearray(file.read_bytes())
     stored[at] ^= 1
