@@ -17,7 +17,7 @@ from tests.trainer.tiny import DEVICE, at_most, read_lines, run, tiny_config
 from trainer import fp8
 from trainer.model import build_meta_model, checkpoint_activations, recompute_buffers
 
-torchao_float8 = pytest.importorskip("torchao.float8", reason="pip install ckptool[fp8]")
+pytest.importorskip("torchao.float8", reason="pip install ckptool[fp8]")
 from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 
 RECIPES = ("tensorwise", "rowwise")
