@@ -18,7 +18,7 @@ from trainer import fp8
 from trainer.model import build_meta_model, checkpoint_activations, recompute_buffers
 
 pytest.importorskip("torchao.float8", reason="pip install ckptool[fp8]")
-from torchao.float8.float8_linear import Float8Linear  # noqa: E402
+from torchao.float8.float8_linear import Float8Linear
 
 RECIPES = ("tensorwise", "rowwise")
 
