@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from ckptool.storage.digests_file import weights_digest as weights_digest
     from ckptool.storage.files import Place as Place
     from ckptool.storage.place import place as place
+    from ckptool.storage.root_lock import hold_root as hold_root
 
     open_checkpoint = read_manifest
 
@@ -129,6 +130,7 @@ _HOMES = {
     "files_record": "ckptool.storage.data_files",
     "find_latest": "ckptool.runs",
     "find_source_files": "ckptool.storage.data_files",
+    "hold_root": "ckptool.storage.root_lock",
     "import_hf": "ckptool.ops.import_hf",
     "inspect": "ckptool.ops.inspect",
     "list_checkpoints": "ckptool.runs",
@@ -200,6 +202,7 @@ __all__ = [
     "files_record",
     "find_latest",
     "find_source_files",
+    "hold_root",
     "import_hf",
     "inspect",
     "list_checkpoints",

@@ -215,6 +215,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "files_record",
         "find_latest",
         "find_source_files",
+        "hold_root",
         "import_hf",
         "inspect",
         "list_checkpoints",

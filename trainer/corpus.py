@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckptool import SourceFile, UnsupportedError, files_record, find_source_files
+from trainer.os_errors import named_os_errors
 from trainer.sources.cache_record import cache_folder, publish, read_record, stored_parts, write_record
 from trainer.sources.chat import check_chat
 from trainer.sources.documents import Table, check_text, file_tables, hub_table, table_files
@@ -66,7 +67,7 @@ def open_corpus(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -> Corp
     folder = cache_folder(root, source)
     if not folder.is_dir():
         say(f"tokenizing {spec.name}: {len(files)} files, {int(files_of['num_bytes']) / 1e6:.1f} MB, once")
-        with sole_builder(folder, say) as staging:
+        with named_os_errors(folder), sole_builder(folder, say) as staging:
             if not folder.is_dir():
                 _tokenize(spec, files, table, hf_folder, staging, say)
                 publish(staging, folder)
@@ -139,7 +140,7 @@ def _open_token_files(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -
     folder = cache_folder(root, source)
     if not folder.is_dir():
         say(f"reading {spec.name} once: {int(source['num_bytes']) / 1e6:.1f} MB of tokens")
-        with sole_builder(folder, say) as staging:
+        with named_os_errors(folder), sole_builder(folder, say) as staging:
             if not folder.is_dir():
                 staging.mkdir(exist_ok=True)
                 stream = TokenStream(parts)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from trainer.curves import Curves
+from trainer.os_errors import named_os_errors
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,20 @@ class Log:
         self._append("samples.jsonl", {"attempt": attempt, "step": step, "units": units})
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
-        if self._writes:
+        if not self._writes:
+            return
+        path = self._root / name
+        with named_os_errors(path):
             self._root.mkdir(parents=True, exist_ok=True)
-            with (self._root / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            with path.open("ab+") as file:
+                # Half a line of a run that was killed, or of a full disk, must not swallow this one.
+                begin = b"" if not file.tell() or _last_byte(file) == b"\n" else b"\n"
+                file.write(begin + json.dumps(record).encode() + b"\n")
+
+
+def _last_byte(file: BinaryIO) -> bytes:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1)
 
 
 def max_memory_bytes(device: torch.device) -> int:

@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 
 from ckptool import UsageError
+from trainer.os_errors import named_os_errors
 from trainer.parallel import Ranks
 
 
@@ -27,9 +28,10 @@ def check_shared_root(root: Path, ranks: Ranks) -> None:
 
 
 def _leave_probe(root: Path) -> str:
-    root.mkdir(parents=True, exist_ok=True)
     name = f".seen-by-all-{uuid.uuid4().hex}"
-    descriptor = os.open(root / name, os.O_CREAT | os.O_WRONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    with named_os_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root / name, os.O_CREAT | os.O_WRONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     return name

@@ -34,6 +34,7 @@ from trainer.same_options import check_same_options
 from trainer.schedule import learning_rate
 from trainer.shared_root import check_shared_root
 from trainer.signals import StopSignals
+from trainer.sole_run import sole_run
 from trainer.startup import Startup
 from trainer.stopwatch import Stopwatch
 from trainer.stragglers import RankTimes, find_stragglers, seconds_of_ranks
@@ -78,6 +79,7 @@ def train(config: TrainConfig, startup: Startup | None = None) -> None:
         if config.deterministic:
             parallel.make_deterministic()
         check_shared_root(config.work, ranks)
+        context.enter_context(sole_run(config.work, ranks, log.say))
         startup.ended("ranks")
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():

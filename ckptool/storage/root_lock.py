@@ -1,0 +1,35 @@
+"""A folder of checkpoints held by one run: two would save in each other's way, and a resume would mix them."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from ckptool.errors import LockedError
+from ckptool.storage.files import os_errors
+from ckptool.storage.lock import Lock, acquire, owner_of
+
+_FOLDER = ".run.lock"
+
+
+def hold_root(root: Path, take_over: bool = False) -> Lock:
+    """Hold a folder of checkpoints for this process, until `release()` of what is returned; `take_over` takes it from
+    whoever has it. A holder that has died is replaced: one of this machine at once, one of another machine after five
+    minutes in which nothing was heard of it.
+
+    Raises LockedError that names a living holder, StorageError or AccessError when the disk refuses.
+    """
+    folder = Path(root) / _FOLDER
+    with os_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if take_over:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(folder)
+    try:
+        return acquire(folder)
+    except LockedError as error:
+        raise LockedError(
+            f"another run has {root}: {owner_of(folder) or 'it is just ending'}",
+            hint=f"stop that one, or choose another root; if it is gone for good: rm -r {folder}",
+        ) from error

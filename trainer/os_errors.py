@@ -1,0 +1,18 @@
+"""The system's errors as ours, with the file that they are about: a full disk names none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptool import StorageError
+
+
+@contextlib.contextmanager
+def named_os_errors(path: Path) -> Iterator[None]:
+    """Raises StorageError for an OSError inside, which names its file, or else `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{error.filename or path}: {error.strerror or error}") from error

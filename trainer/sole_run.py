@@ -1,0 +1,50 @@
+"""One run at a time in a root: two would save in each other's way, and the next resume would mix them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ckptool
+from ckptool import LockedError
+from trainer.parallel import Ranks
+
+#: A run that was told to stop may still be saving; of a machine that vanished nothing is heard for minutes.
+WAIT_SECONDS = 360.0
+_POLL_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def sole_run(root: Path, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
+    """Hold the root, on rank 0, for what happens inside.
+
+    Raises LockedError on every rank when another run that lives holds it, and goes on holding it.
+    """
+    held: list[Any] = []
+    ranks.from_rank0(lambda: held.append(_hold(root, say)))
+    try:
+        yield
+    finally:
+        for lock in held:
+            lock.release()
+
+
+def _hold(root: Path, say: Callable[[str], None]) -> Any:
+    # Ranks that torchrun has started again are of one job, whose earlier ranks are dead, wherever they were.
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    deadline = time.monotonic() + (0 if is_restart else WAIT_SECONDS)
+    is_waiting = False
+    while True:
+        try:
+            return ckptool.hold_root(root, take_over=is_restart)
+        except LockedError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not is_waiting:
+                say(f"waiting: {error}")
+                is_waiting = True
+        time.sleep(_POLL_SECONDS)
