@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 # A fork server imports slow libraries once; each rank is then a cheap fork of it (a plain spawn costs seconds of CPU
-# per rank).
-SERVER = multiprocessing.get_context("forkserver")
+# per rank). But transformers imports torchao where it is installed, which asks a GPU what it can do, and a process that
+# has asked can't be forked.
+_CAN_FORK = os.environ.get("TEST_DEVICE") != "cuda" or importlib.util.find_spec("torchao") is None
+SERVER = multiprocessing.get_context("forkserver" if _CAN_FORK else "spawn")
 SERVER.set_forkserver_preload(
     [
         *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp"),

@@ -11,7 +11,7 @@ from torch.autograd import DeviceType
 from ckptool import UsageError
 from tests.trainer.processes import start_ranks
 from tests.trainer.test_exactly_once import write_config
-from tests.trainer.tiny import at_most, make_data, run, tiny_config
+from tests.trainer.tiny import DEVICE, at_most, make_data, run, tiny_config
 from trainer.config import parse_profile
 from trainer.profiling import covered, kind_of, table
 from trainer.stopwatch import PHASES, Stopwatch
@@ -79,7 +79,8 @@ def test_a_profile_is_a_trace_and_a_table(root, capsys):
     assert any("aten::mm" in event.get("name", "") for event in trace["traceEvents"])
     said = capsys.readouterr().err
     assert "profile: matrix products" in said
-    assert "profile: communication" in said
+    if DEVICE == "cpu":  # a GPU alone has nothing to send
+        assert "profile: communication" in said
 
 
 def test_profile_wants_two_numbers(tmp_path):
