@@ -404,14 +404,15 @@ def _clear_way(target: Place, origin: Origin, log: Log) -> None:
 
 
 def param_dtype(option: str, origin: Origin) -> torch.dtype:
-    """The dtype of the trained weights. Raises MismatchError for `keep` when the checkpoint mixes several, and for another
-    one than that of the run that is resumed."""
+    """The dtype of the trained weights.
+
+    Raises MismatchError for `keep` when the checkpoint mixes several, and for another one than the resumed run's.
+    """
     if option != "keep":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[option]
         if origin.is_resume and origin.stored_dtypes != (str(dtype).removeprefix("torch."),):
             raise MismatchError(
-                f"{origin.path} was trained as {', '.join(origin.stored_dtypes)}, and --param-dtype is {option}: weights "
-                "would be cast without a word",
+                f"{origin.path} was trained as {', '.join(origin.stored_dtypes)}, and --param-dtype is {option}",
                 hint="--param-dtype keep goes on as before; in another dtype, --init-from begins anew",
             )
         return dtype

@@ -144,8 +144,8 @@ def read_defaults(path: Path, known: set[str]) -> dict[str, Any]:
     """Option defaults from a TOML file; `seq-len` and `seq_len` name the same option.
 
     Values are as the command line would give them: `1.5` is no number of steps there, and `true` no learning rate.
-    Raises UsageError for keys that are not in `known` and for values of no option's type, NotFoundError when there is no
-    such file.
+    Raises UsageError for keys that are not in `known` and for values of no option's type, NotFoundError when there is
+    no such file.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -159,9 +159,7 @@ def read_defaults(path: Path, known: set[str]) -> dict[str, Any]:
     values = {key.replace("-", "_"): _as_typed(value, f"{path}: {key}") for key, value in table.items()}
     if len(values) < len(table):
         raise UsageError(f"{path}: an option is there twice, with - and with _ in its name")
-    for name in _LISTS & values.keys():
-        values[name] = values[name] if isinstance(values[name], list) else [values[name]]
-    return values
+    return {name: [value] if name in _LISTS and isinstance(value, str) else value for name, value in values.items()}
 
 
 def _as_typed(value: Any, where: str) -> str | list[str]:

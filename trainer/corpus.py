@@ -16,7 +16,7 @@ from trainer.sources.cache_record import cache_folder, publish, read_record, sto
 from trainer.sources.chat import check_chat
 from trainer.sources.documents import Table, check_text, file_tables, hub_table, table_files
 from trainer.sources.spec import SourceSpec
-from trainer.sources.stream import TokenPart, TokenStream, content_digest
+from trainer.sources.stream import TokenPart, TokenStream, content_digest, max_token
 from trainer.sources.token_cache import Piece, Recipe, cut_into_pieces, make_pieces, sole_builder
 from trainer.sources.token_files import megatron_files, megatron_part, scan_documents, token_part
 from trainer.sources.tokenizer import load_tokenizer, token_dtype, tokenizer_digest
@@ -27,6 +27,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Corpus:
     """Documents one after the other. `folder` is the cache; `masks` holds a byte for each token, or is empty.
+    `max_token` is None where an older cache doesn't tell.
 
     Equal fingerprints mean equal tokens, documents and masks.
     """
@@ -38,6 +39,7 @@ class Corpus:
     num_tokens: int
     num_documents: int
     fingerprint: dict[str, str | int]
+    max_token: int | None = None
 
     def tokens(self) -> TokenStream:
         return TokenStream(self.parts)
@@ -83,6 +85,7 @@ def open_corpus(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -> Corp
         record["num_tokens"],
         record["num_documents"],
         {**source, **record["fingerprint"]},
+        record.get("max_token"),
     )
 
 
@@ -111,12 +114,12 @@ def _gather(pieces: list[Piece], has_masks: bool, dtype: np.dtype, staging: Path
     parts = [TokenPart(staging / f"{n}.tokens", dtype.name, 0, c) for n, c in zip(names, counts, strict=True)]
     masks = [TokenPart(staging / f"{n}.trained", "uint8", 0, c) for n, c in zip(names, counts, strict=True)]
     everything = np.concatenate([np.empty(0, np.int64), *lengths])
-    fingerprint = {"tokens": content_digest(TokenStream(parts))}
+    stream = TokenStream(parts)
+    fingerprint = {"tokens": content_digest(stream)}
     if has_masks:
         fingerprint["trained"] = content_digest(TokenStream(masks))
-    write_record(
-        staging, everything, fingerprint, {"dtype": dtype.name, "pieces": list(zip(names, counts, strict=True))}
-    )
+    layout = {"dtype": dtype.name, "pieces": list(zip(names, counts, strict=True)), "max_token": max_token(stream)}
+    write_record(staging, everything, fingerprint, layout)
 
 
 def _open_token_files(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -> Corpus:
@@ -148,7 +151,8 @@ def _open_token_files(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -
                 fingerprint = {"tokens": content_digest(stream)}
                 # Where they were when they were read: `ckptool data show --text` looks there.
                 places = [[str(part.path.absolute()), part.dtype, part.offset_bytes, part.num_tokens] for part in parts]
-                write_record(staging, found if lengths is None else lengths, fingerprint, {"files": places})
+                facts = {"files": places, "max_token": max_token(stream)}
+                write_record(staging, found if lengths is None else lengths, fingerprint, facts)
                 publish(staging, folder)
     record = read_record(folder)
     return Corpus(
@@ -159,6 +163,7 @@ def _open_token_files(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -
         record["num_tokens"],
         record["num_documents"],
         {**source, **record["fingerprint"]},
+        record.get("max_token"),
     )
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from ckptool import DataPosition, DataSource, UsageError
 from trainer.corpus import Corpus, open_corpus
 from trainer.loader import LoaderData
+from trainer.model import stated_vocab_size
 from trainer.packing import PACKING_VERSION, Documents, PackedRows
 from trainer.parallel import Ranks
 from trainer.sources.lanes import Lanes, open_lanes, stream_fingerprint
 from trainer.sources.spec import SourceSpec, parse_sources
-from trainer.units import MicroBatch, Units, Windows, collate
+from trainer.units import MicroBatch, Units, UnknownTokenError, Windows, collate
 
 #: What `--unit` may be.
 UNITS: dict[str, type[Windows] | type[PackedRows] | type[Documents]] = {
@@ -53,6 +54,9 @@ def _prepare(
         say(f"{spec.name}: a stream of {spec.lanes} lanes")
         return Prepared(spec, stream_fingerprint(spec, hf_folder), None)
     corpus = open_corpus(spec, hf_folder, root, say)
+    vocab_size = stated_vocab_size(hf_folder)
+    if vocab_size is not None and corpus.max_token is not None and corpus.max_token >= vocab_size:
+        raise UnknownTokenError(corpus.max_token, vocab_size, corpus.name)
     units = UNITS[unit](corpus, seq_len)
     say(
         f"{corpus.name}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -10,8 +11,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import PreTrainedModel
 
-from ckptool import NotFoundError, UnsupportedError
+from ckptool import NotFoundError, UnsupportedError, UsageError
 from trainer.selective import selective_contexts
+
+#: Tables of positions may begin with some rows that stand for none (OPT's with 2).
+_MAX_POSITION_OFFSET = 8
 
 #: What wrappers put into names (torch's of activation checkpointing, peft's of an adapter), and what checkpoints have.
 _WRAPPED = {
@@ -50,6 +54,31 @@ def build_meta_model(hf_folder: Path, dtype: torch.dtype, tie_embeddings: bool =
 def ties_of(model: PreTrainedModel) -> dict[str, str]:
     """Aliases and the parameters they share, by live name."""
     return dict(model.all_tied_weights_keys)
+
+
+def stated_vocab_size(hf_folder: Path) -> int | None:
+    """How many tokens the config.json says that the model has embeddings for; None when it doesn't say."""
+    try:
+        config = json.loads((hf_folder / "config.json").read_text(encoding="utf-8"))
+        size = config.get("text_config", config).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None  # building the model says what is wrong with it
+    return size if isinstance(size, int) else None
+
+
+def check_positions(model: PreTrainedModel, seq_len: int) -> str:
+    """A note when rows of `seq_len` tokens are longer than the model's config says, or "".
+
+    Raises UsageError when the model takes its positions from a table that has no more.
+    """
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or seq_len <= limit:
+        return ""
+    words = model.get_input_embeddings()
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    if any(limit <= table.num_embeddings < limit + _MAX_POSITION_OFFSET for table in tables):
+        raise UsageError(f"--seq-len {seq_len}: the model has a table of {limit} positions", hint=f"--seq-len {limit}")
+    return f"note: --seq-len {seq_len} is more than the {limit} positions that the model's config names"
 
 
 def checkpoint_activations(model: PreTrainedModel, selective: bool = False) -> None:

@@ -27,6 +27,7 @@ from trainer.loader import LoaderData
 from trainer.loss import batch_loss, use_chunks
 from trainer.memory_advice import MemoryAdvice
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
+from trainer.model import check_positions
 from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
 from trainer.profiling import Profile
@@ -38,7 +39,7 @@ from trainer.sole_run import sole_run
 from trainer.startup import Startup
 from trainer.stopwatch import Stopwatch
 from trainer.stragglers import RankTimes, find_stragglers, seconds_of_ranks
-from trainer.units import MicroBatch
+from trainer.units import MicroBatch, check_tokens
 from trainer.watchdog import Watchdog
 
 #: With --on-nonfinite skip, more steps in a row than this are no bad batch but a broken run.
@@ -98,6 +99,8 @@ def train(config: TrainConfig, startup: Startup | None = None) -> None:
         for line in fp8_notes(config, ranks.device):
             log.say(line)
         state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
+        if note := check_positions(state.model, config.seq_len):
+            log.say(note)
         startup.ended("build")
         if origin.is_resume:
             checkpoint.resume(state, origin, log, config.accept_data_change)
@@ -132,6 +135,7 @@ def run_steps(run: Run) -> None:
     num_skipped = 0
     flops, peak = flops_per_token(state.model, state.model.config, config.seq_len), peak_flops(ranks.device)
     profile = Profile(*parse_profile(config.profile), config.work / "profile", ranks, log)
+    vocab_size = state.model.config.get_text_config().vocab_size
     (must_stop,) = ranks.sum(bool(run.stop.received))
     while state.step < config.steps and not must_stop:
         began = time.perf_counter()
@@ -144,6 +148,7 @@ def run_steps(run: Run) -> None:
             batches = list(
                 run.data.micro_batches(state.position, ranks.data_rank, ranks.num_data_ranks, config.micro_batch_size)
             )
+            check_tokens(batches, vocab_size)
         # What waits for other ranks is not in "data", or all ranks would seem to read as slowly as the slowest.
         with watch.phase_of("forward and backward"):
             # A step of conversations may hold no trained label at all; its loss is 0.

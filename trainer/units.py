@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from ckptool import UsageError
+from ckptool import MismatchError, UsageError
 from trainer.corpus import Corpus
 from trainer.sources.stream import TokenStream
 
@@ -18,6 +18,16 @@ IGNORED = -100
 
 #: Short rows are padded to a multiple of this, so that not every batch has a shape of its own.
 BUCKET_TOKENS = 64
+
+
+class UnknownTokenError(MismatchError):
+    """The data has a token for which the model has no embedding. On a GPU the kernel's own error names nothing."""
+
+    def __init__(self, token: int, vocab_size: int, where: str) -> None:
+        super().__init__(
+            f"{where}: token {token}, and the model has embeddings for {vocab_size} tokens",
+            hint="the tokenizer is another model's, or tokens were added and the embeddings not resized",
+        )
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,14 @@ class Pairs:
         if self._trained is not None:
             labels[self._trained.read(start + 1, start + length + 1) == 0] = IGNORED
         return Row(tokens[:-1], labels)
+
+
+def check_tokens(batches: Iterable[MicroBatch], vocab_size: int) -> None:
+    """Raises UnknownTokenError when a batch has a token that is none of the model's."""
+    for batch in batches:
+        lowest, highest = int(batch.inputs.min()), int(torch.maximum(batch.inputs, batch.labels).max())
+        if lowest < 0 or highest >= vocab_size:
+            raise UnknownTokenError(lowest if lowest < 0 else highest, vocab_size, f"units {batch.units}")
 
 
 def bucket_length(longest: int, seq_len: int) -> int:

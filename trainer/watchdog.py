@@ -77,7 +77,7 @@ class Watchdog:
         """Tell the others. Raises the failure that came first instead of `error`, when that is another rank's."""
         mine = Failure.of(error, self._ranks.rank, self._stopwatch)
         trace = "".join(traceback.format_exception(error))
-        with contextlib.suppress(RuntimeError):  # without a store each rank has its own error only
+        try:
             if is_lost_contact(error):
                 mine = self._origin_of_silence() or mine
             first = Failure.from_json(self._store.compare_set("failure", "", mine.to_json()))
@@ -90,6 +90,14 @@ class Watchdog:
             self._await("ended")
             if mine.is_expected and self._store.add("stacks", 0):
                 self._leave_stack(trace)
+        except RuntimeError:  # without a store each rank has its own error only
+            if is_lost_contact(error):
+                self._leave_stack(trace)
+                where = f"in step {mine.step + 1} ({mine.phase})"
+                raise CkptoolError(
+                    f"contact with the other ranks was lost {where}, and with the run's store: did rank 0 end?",
+                    hint=f"the stack of each rank is in {self._folder}",
+                ) from error
 
     def _origin_of_silence(self) -> Failure | None:
         """Who is gone: the rank that reports its own error meanwhile, else one whose beat has stopped."""

@@ -68,3 +68,8 @@ def content_digest(stream: TokenStream) -> str:
     for _, block in blocks(stream):
         digest.update(block.astype("<u4").tobytes())
     return digest.hexdigest()
+
+
+def max_token(stream: TokenStream) -> int:
+    """The largest token; -1 of an empty stream."""
+    return max((int(block.max()) for _, block in blocks(stream)), default=-1)
