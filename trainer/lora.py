@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 import ckptool
 from ckptool import MismatchError, Place, UnsupportedError, UsageError
@@ -94,8 +96,9 @@ def add_adapter(model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype) ->
         from peft.tuners.lora import Linear, LoraLayer
     except ImportError as error:
         raise UnsupportedError("--lora-rank needs peft", hint="pip install 'ckptool[lora]'") from error
-    targets: str | list[str] = adapter.targets
-    if targets != ALL_LINEAR:
+    if adapter.targets == ALL_LINEAR:
+        targets = _linear_layers(model)  # peft's own list has the experts of mixtures too, which are none
+    else:
         targets = [name.strip() for name in adapter.targets.split(",")]
         last_words = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         strangers = [name for name in targets if name.rpartition(".")[2] not in last_words]
@@ -122,6 +125,13 @@ def add_adapter(model: PreTrainedModel, adapter: Adapter, dtype: torch.dtype) ->
     for name, parameter in named_parameters(model).items():
         if is_adapter_name(name):
             parameter.data = parameter.data.to(dtype)
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Every linear layer but the output head; GPT-2's are of a class of their own."""
+    head = model.get_output_embeddings()
+    linear = (nn.Linear, Conv1D)
+    return [name for name, module in model.named_modules() if isinstance(module, linear) and module is not head]
 
 
 def init_adapter(model: PreTrainedModel, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Data that the model has no rows for is refused by name: on a GPU the kernel's own error says nothing, and comes late."""
+"""Data that the model has no rows for is refused by name: on a GPU the kernel's own error says nothing."""
 
 import json
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import ckptool
 from ckptool import MismatchError, UsageError
 from tests.trainer.test_exactly_once import run_on
+from tests.trainer.test_meshes import make_model
 from tests.trainer.tiny import at_most, make_base, read_lines, run, surviving_samples, tiny_config
 from trainer import checkpoint, parallel
 from trainer.build import build_state
@@ -88,6 +89,22 @@ def test_exported_alone_or_merged_it_computes_what_was_trained(adapted, tmp_path
     # The base is bf16, and so are the merged weights: rounded once more.
     merged = load(tmp_path / "merged", dtype=torch.float32).eval()(input_ids=tokens).logits
     assert torch.allclose(merged, expected, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["qwen-moe", "mixtral"])
+def test_in_a_mixture_of_experts_attention_has_the_adapter_and_peft_reads_it(root, tmp_path, name):
+    make_model(root, name)
+    run_on(at_most(2), root, init_from=name, steps=1, deterministic=False, **LORA)
+    lines = run(root, init_from=name, steps=2, deterministic=False, **LORA)
+    assert lines[1]["loss"] < lines[0]["loss"]
+    weights = {key for key in ckptool.open_checkpoint(root / "step-2").tensors if key.startswith("model.")}
+    assert {key.split(".")[5] for key in weights} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    ckptool.export("step-2", root=root, out=tmp_path / "adapter", adapter="folder")
+    ckptool.export(name, root=root, out=tmp_path / "plain")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    own = {key for key, parameter in loaded.named_parameters() if "lora_" in key and parameter.abs().sum() > 0}
+    assert len(own) == len(weights)
 
 
 @pytest.mark.parametrize(
