@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from ckptool.storage.data_files import SourceFile as SourceFile
     from ckptool.storage.data_files import files_record as files_record
     from ckptool.storage.data_files import find_source_files as find_source_files
+    from ckptool.storage.digests_file import is_as_written as is_as_written
     from ckptool.storage.digests_file import weights_digest as weights_digest
     from ckptool.storage.files import Place as Place
     from ckptool.storage.place import place as place
@@ -133,6 +134,7 @@ _HOMES = {
     "hold_root": "ckptool.storage.root_lock",
     "import_hf": "ckptool.ops.import_hf",
     "inspect": "ckptool.ops.inspect",
+    "is_as_written": "ckptool.storage.digests_file",
     "list_checkpoints": "ckptool.runs",
     "load": "ckptool.distributed",
     "model_folder": "ckptool.formats.hf_folder",
@@ -205,6 +207,7 @@ __all__ = [
     "hold_root",
     "import_hf",
     "inspect",
+    "is_as_written",
     "list_checkpoints",
     "load",
     "model_folder",

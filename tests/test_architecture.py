@@ -218,6 +218,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "hold_root",
         "import_hf",
         "inspect",
+        "is_as_written",
         "list_checkpoints",
         "load",
         "model_folder",

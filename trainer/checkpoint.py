@@ -42,7 +42,8 @@ from trainer.tiers import Uploads, later_steps, newest, step_of, step_path
 @dataclass(frozen=True)
 class Origin:
     """The checkpoint that a run resumes or begins from. `passed_over` gives newer ones and what is wrong with each;
-    `base` is where the weights under an adapter are, None without one, and `adapter` what provenance says of it."""
+    `base` is where the weights under an adapter are, None without one, and `adapter` what provenance says of it.
+    `has_its_config` is False when somebody has edited the config.json."""
 
     path: Place
     is_resume: bool
@@ -51,6 +52,7 @@ class Origin:
     passed_over: tuple[tuple[str, str], ...] = ()
     base: Place | None = None
     adapter: dict[str, Any] = field(default_factory=dict)
+    has_its_config: bool = True
 
     @property
     def hf_folder(self) -> Path:
@@ -65,6 +67,8 @@ class Origin:
     def describe(self) -> list[str]:
         lines = [f"passed over {name}: {reason}" for name, reason in self.passed_over]
         lines += [f"{'resuming' if self.is_resume else 'beginning'} from {self.path}"]
+        if not self.has_its_config:
+            lines += ["note: its hf/config.json was edited since it was saved; the model is built as that now says"]
         return lines + ([f"training an adapter on the weights of {self.base}"] if self.base else [])
 
 
@@ -239,7 +243,8 @@ def _open(path: Place, is_resume: bool, passed_over: tuple[tuple[str, str], ...]
     dtypes = tuple(sorted({t.dtype for t in trained if getattr(torch, t.dtype).is_floating_point}))
     if not provenance.adapter.get("base"):  # else the config is of the base, which was held against it
         ckptool.read_config(_hf_folder(path), len(weights), sum(tensor.num_bytes for tensor in weights))
-    return Origin(path, is_resume, provenance, dtypes, passed_over)
+    has_its_config = not is_resume or ckptool.is_as_written(path, "hf/config.json")
+    return Origin(path, is_resume, provenance, dtypes, passed_over, has_its_config=has_its_config)
 
 
 def load_weights(state: TrainingState, origin: Origin, log: Log) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from blake3 import blake3
 
 from ckptool.errors import DamagedError
-from ckptool.storage.digest import ALGORITHM, TensorDigest
+from ckptool.storage.digest import ALGORITHM, TensorDigest, digest_file
 from ckptool.storage.files import MAX_JSON_BYTES, Place, read_bytes, read_json
 
 DIGESTS_FILE = "digests.json"
@@ -81,6 +81,13 @@ def weights_digest(folder: Place) -> str:
         return ""
     weights = {name: record for name, record in read_json(path)["tensors"].items() if name.startswith("model.")}
     return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
+
+
+def is_as_written(folder: Place, name: str) -> bool:
+    """False when a file of a checkpoint is not the one of its `digests.json`. What that doesn't list is as written."""
+    path = folder / DIGESTS_FILE
+    listed = read_json(path)["files"].get(name) if path.exists() else None
+    return listed is None or digest_file(folder / name) == listed["blake3"]
 
 
 def read_digests(folder: Place, save_id: str) -> Digests | None:

@@ -261,3 +261,12 @@ def test_a_file_in_the_way_of_a_save_is_to_be_moved_away(halfway):
     with pytest.raises(TargetExistsError) as refused:
         run(halfway, steps=10)
     assert "no checkpoint, so move it away" in refused.value.hint
+
+
+def test_an_edited_config_is_said(halfway, capsys):
+    run(halfway, steps=6)
+    assert "config.json was edited" not in capsys.readouterr().err
+    path = halfway / "step-6" / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    run(halfway, steps=7)
+    assert "note: its hf/config.json was edited since it was saved" in capsys.readouterr().err
