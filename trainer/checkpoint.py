@@ -377,7 +377,9 @@ def _prune(config: TrainConfig, origin: Origin, uploads: Uploads, log: Log) -> N
     in_use = (*origin.names, *uploads.in_use)
     root = ckptool.place(str(config.root))
     try:
-        result = ckptool.prune(root, keep_last=config.keep_last, keep_every=config.keep_every, in_use=in_use)
+        result = ckptool.prune(
+            root, keep_last=config.keep_last, keep_every=config.keep_every, dead_saves=True, in_use=in_use
+        )
     except CkptoolError as error:
         log.say(f"old checkpoints were not removed: {error}")
         return

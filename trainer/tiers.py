@@ -141,7 +141,7 @@ class Uploads:
         if keep_last or keep_every:
             try:
                 root = ckptool.place(self._config.upload_to)
-                ckptool.prune(root, keep_last=keep_last, keep_every=keep_every, in_use=self._in_use)
+                ckptool.prune(root, keep_last=keep_last, keep_every=keep_every, dead_saves=True, in_use=self._in_use)
             except CkptoolError as error:
                 self._log.say(f"old checkpoints were not removed: {error}")
 

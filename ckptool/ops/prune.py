@@ -70,15 +70,16 @@ def prune(
     keep_best: tuple[str, str, int] | None = None,
     work_dir: Place | None = None,
     stale: bool = False,
+    dead_saves: bool = False,
     in_use: Collection[str] = (),
     confirm: Callable[[PrunePlan], bool] = lambda plan: True,
 ) -> Result:
     """Remove the complete `step-N` checkpoints under `root` that no rule keeps; the newest complete one always stays.
 
     `keep_best` is (metric, "min" or "max", count), by the run's metrics.jsonl in `root` or `work_dir`. `stale` also
-    removes incomplete checkpoints and what dead writers left; without it they are only reported. `in_use` are names
-    that stay. `confirm` sees the plan and says whether to go on. A removal that fails is reported in the result, and
-    the rest goes on.
+    removes incomplete checkpoints and what dead writers left; without it they are only reported. `dead_saves` removes
+    what killed writers of a `step-N` had not published. `in_use` are names that stay. `confirm` sees the plan and says
+    whether to go on. A removal that fails is reported in the result, and the rest goes on.
 
     Raises UsageError without anything to do, and what reading the root raises; nothing is then removed.
     """
@@ -89,7 +90,7 @@ def prune(
             "nothing says what to keep", hint="--keep-last 3, --keep-every 1000, --keep-within 7d; or only --stale"
         )
     root = runs.default_root() if root is None else root
-    plan = plan_prune(root, rules, work_dir=work_dir, stale=stale, in_use=in_use)
+    plan = plan_prune(root, rules, work_dir=work_dir, stale=stale, dead_saves=dead_saves, in_use=in_use)
     executed = confirm(plan)
     removed, failed = _execute(plan) if executed else ([], {})
     details = {**plan.to_json(), "removed": removed, "failed": failed}
@@ -102,6 +103,7 @@ def plan_prune(
     *,
     work_dir: Place | None = None,
     stale: bool = False,
+    dead_saves: bool = False,
     in_use: Collection[str] = (),
 ) -> PrunePlan:
     """Decide, without changing anything. Raises NotFoundError when `root` is a file, DamagedError or UsageError when
@@ -131,7 +133,8 @@ def plan_prune(
     for summary in summaries:
         if summary.kind == "staging" and isinstance(summary.path, Path) and is_stale(summary.path):
             entry = Entry(summary.name, sizes[summary.name], summary.reason)
-            (remove if stale else broken).append(entry)
+            is_save = runs.is_step_name(target_of(summary.path).name)
+            (remove if stale or (dead_saves and is_save) else broken).append(entry)
     for path in _half_removed(root):
         remove.append(Entry(path.name, runs.bytes_on_disk(path), "its removal was cut short"))
     return PrunePlan(root, tuple(keep), tuple(remove), tuple(broken))

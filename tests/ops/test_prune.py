@@ -95,12 +95,24 @@ def test_what_is_not_understood_is_not_stale(root: Path) -> None:
     assert [entry["name"] for entry in result.details["broken"]] == ["step-30"]
 
 
-def test_dead_writers_folders_go_and_living_ones_stay(root: Path) -> None:
+def die_while_writing(target: Path) -> None:
     script = (
         "import sys, pathlib; from ckptool.storage.staging import create_staging\n"
         "s = create_staging(pathlib.Path(sys.argv[1])); s.content.mkdir(); (s.content / 'x').write_bytes(bytes(5000))"
     )
-    subprocess.run([sys.executable, "-c", script, str(root / "step-60")], check=True)
+    subprocess.run([sys.executable, "-c", script, str(target)], check=True)
+
+
+def test_of_dead_writers_only_those_that_saved_a_step_go_with_dead_saves(root: Path) -> None:
+    for name in ("step-60", "step-50-hf", "other"):
+        die_while_writing(root / name)
+    (root / "step-10" / ".metadata").unlink()
+    assert prune(root, keep_last=5, dead_saves=True).details["removed"] == [".step-60.staging"]
+    assert names(root) >= {".step-50-hf.staging", ".other.staging", "step-10"}
+
+
+def test_dead_writers_folders_go_and_living_ones_stay(root: Path) -> None:
+    die_while_writing(root / "step-60")
     living = create_staging(root / "step-70")
     assert names(root) >= {".step-60.staging", ".step-70.staging"}
     result = prune(root, keep_last=5)

@@ -6,6 +6,7 @@ import pytest
 
 import ckptool
 from ckptool.storage.staging import create_staging
+from tests.ops.test_prune import die_while_writing
 from tests.trainer.tiny import run
 from trainer import checkpoint
 
@@ -18,6 +19,16 @@ def test_the_run_keeps_what_it_was_told_to(root):
     run(root, steps=5, save_every=1, keep_last=2, keep_every=3)
     assert kept(root) == ["step-3", "step-4", "step-5"]
     assert (root / "base").is_dir()
+
+
+def test_what_a_killed_save_left_goes_too_and_what_lives_stays(root):
+    die_while_writing(root / "step-77")
+    die_while_writing(root / "step-2-hf")
+    run(root, steps=2, save_every=1)
+    assert (root / ".step-77.staging").exists()  # nothing is pruned without being asked for
+    run(root, steps=3, keep_last=1)
+    assert not (root / ".step-77.staging").exists()
+    assert (root / ".step-2-hf.staging").exists()
 
 
 def test_what_the_run_resumed_from_stays_while_it_runs_and_exports_stay_whole(root):
