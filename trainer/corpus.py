@@ -63,6 +63,8 @@ def open_corpus(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -> Corp
         return _open_token_files(spec, hf_folder, root, say)
     table = hub_table(spec) if spec.kind == "hf" else None
     files = table_files(table) if table is not None else find_source_files(spec.kind, spec.paths)
+    if doubles := len(files) - len({file.path.resolve() for file in files}):
+        say(f"note: {doubles:,} files are named more than once, and are read each time")
     files_of = files_record(files)
     field = {} if spec.kind == "chat" else {"field": spec.field}
     source = {"kind": spec.kind, **field, **files_of, "tokenizer": tokenizer_digest(hf_folder)}
@@ -102,12 +104,17 @@ def _tokenize(
             check_text(each, spec.field)
     pieces = cut_into_pieces(tables, staging)
     make_pieces(Recipe(spec.kind, spec.field, hf_folder, tables), pieces, say)
-    _gather(pieces, spec.kind == "chat", token_dtype(tokenizer), staging)
+    num_documents = _gather(pieces, spec.kind == "chat", token_dtype(tokenizer), staging)
+    num_rows = sum(len(each.rows) for each in tables)
+    if num_documents < num_rows:
+        what = "no text" if spec.kind != "chat" else "nothing that an assistant says"
+        say(f"note: {num_rows - num_documents:,} of {num_rows:,} rows hold {what} and are left out")
     shutil.rmtree(staging / "datasets", ignore_errors=True)
 
 
-def _gather(pieces: list[Piece], has_masks: bool, dtype: np.dtype, staging: Path) -> None:
-    """Write what is known of all pieces together. Raises DamagedError when a piece is not what its lengths say."""
+def _gather(pieces: list[Piece], has_masks: bool, dtype: np.dtype, staging: Path) -> int:
+    """Write what is known of all pieces together; returns the number of documents. Raises DamagedError when a piece is
+    not what its lengths say."""
     lengths = [np.fromfile(piece.stem.with_suffix(".lengths"), np.int64) for piece in pieces]
     names = [piece.stem.name for piece in pieces]
     counts = [int(each.sum()) for each in lengths]
@@ -120,6 +127,7 @@ def _gather(pieces: list[Piece], has_masks: bool, dtype: np.dtype, staging: Path
         fingerprint["trained"] = content_digest(TokenStream(masks))
     layout = {"dtype": dtype.name, "pieces": list(zip(names, counts, strict=True)), "max_token": max_token(stream)}
     write_record(staging, everything, fingerprint, layout)
+    return len(everything)
 
 
 def _open_token_files(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -> Corpus:

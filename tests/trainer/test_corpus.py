@@ -145,3 +145,21 @@ def test_the_fingerprint_is_plain_json(tmp_path, corpus_of):
         *("kind", "field", "files", "num_files", "num_bytes", "tokenizer"),
         *("num_tokens", "num_documents", "document_lengths", "tokens"),
     }
+
+
+def test_rows_without_text_and_files_named_twice_are_said(tmp_path, corpus_of, said):
+    rows = ['{"text": "one"}', '{"content": "two"}', '{"text": null}', '{"text": ""}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert corpus_of(tmp_path / "a.jsonl").num_documents == 1
+    assert "note: 3 of 4 rows hold no text and are left out" in said
+    said.clear()
+    (tmp_path / "b.txt").write_text("three")
+    assert corpus_of(tmp_path, tmp_path / "b.txt").num_documents == 3
+    assert "note: 1 files are named more than once, and are read each time" in said
+
+
+def test_files_that_do_not_fit_together_are_refused_with_the_reason(tmp_path, corpus_of):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.jsonl").write_text('{"content": "two"}\n')
+    with pytest.raises(DamagedError, match=r"Couldn't cast content: string .*column names don't match"):
+        corpus_of(tmp_path)

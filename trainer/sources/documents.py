@@ -15,6 +15,7 @@ from trainer.sources.spec import SourceSpec
 
 _BUILDER_OF_KIND = {"text": "text", "jsonl": "json", "parquet": "parquet", "chat": "json"}
 _ROWS_A_BATCH = 256
+_MAX_REASON_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
@@ -136,5 +137,7 @@ def _datasets() -> Any:
 
 
 def _reason(error: BaseException) -> str:
+    """What went wrong, in one line: `datasets` says it in several, of which the first may be "Couldn't cast"."""
     cause = error.__cause__ or error
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    text = " ".join(str(cause).split()) or type(cause).__name__
+    return text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]}..."
