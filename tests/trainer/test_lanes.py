@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ckptool
-from ckptool import DamagedError, MismatchError, NotFoundError, UnsupportedError, UsageError
+from ckptool import DamagedError, MismatchError, NotFoundError, StorageError, UnsupportedError, UsageError
 from tests.trainer.tiny import make_tokenizer, run
 from trainer.sources.lanes import (
     LaneReader,
@@ -236,6 +236,26 @@ def test_streams_that_are_not_there_or_hold_no_text_are_named(tmp_path, monkeypa
     numbers = datasets.Dataset.from_dict({"text": [1]}).to_iterable_dataset()
     with pytest.raises(DamagedError, match="no string but int"):
         LaneReader(lanes_of(numbers, 1)[0]).next_window()
+
+
+def test_a_stream_that_is_damaged_from_the_beginning_is_no_traceback(root, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "tw')
+    with pytest.raises(DamagedError, match=r"a\.jsonl can't be read: ArrowInvalid: JSON parse error"):
+        run(root, data=(f"stream:{tmp_path / 'a.jsonl'}",))
+
+
+def broken_rows(error):
+    yield {"text": "a row that is whole " * 3}
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError("row 1"), DamagedError), (TimeoutError("row 1"), StorageError)]
+)
+def test_a_stream_that_breaks_off_while_it_is_read_is_no_traceback(error, kind):
+    broken = datasets.IterableDataset.from_generator(broken_rows, gen_kwargs={"error": error})
+    with pytest.raises(kind, match=f"lane 0 of the stream can't be read: {type(error).__name__}: row 1"):
+        read(lanes_of(broken, num_lanes=1)[0], 20)
 
 
 def test_windows_share_their_border_token():

@@ -46,7 +46,7 @@ def file_tables(spec: SourceSpec, files: list[SourceFile], cache: Path) -> list[
             rows = datasets.load_dataset(builder, data_files=patterns, split="train", cache_dir=str(cache), **options)
         except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
             raise DamagedError(
-                f"can't read {names[0]} (and {len(names) - 1} more) as {builder}: {_reason(error)}"
+                f"can't read {names[0]} (and {len(names) - 1} more) as {builder}: {reason_of(error)}"
             ) from error
         tables.append(Table(rows, names[0]))
     return tables
@@ -66,9 +66,9 @@ def hub_table(spec: SourceSpec) -> Table:
         else:
             loaded = datasets.load_dataset(data_set_place(name), spec.config or None)
     except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError, ConnectionError) as error:
-        raise NotFoundError(f"no data set {name}: {_reason(error)}") from error
+        raise NotFoundError(f"no data set {name}: {reason_of(error)}") from error
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, KeyError) as error:
-        raise DamagedError(f"can't read the data set {name}: {_reason(error)}") from error
+        raise DamagedError(f"can't read the data set {name}: {reason_of(error)}") from error
     if isinstance(loaded, dict):
         if spec.split not in loaded:
             raise NotFoundError(f"{name} has no split {spec.split!r}, only {', '.join(loaded)}", hint="split = ...")
@@ -136,7 +136,7 @@ def _datasets() -> Any:
     return datasets
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """What went wrong, in one line: `datasets` says it in several, of which the first may be "Couldn't cast"."""
     cause = error.__cause__ or error
     text = " ".join(str(cause).split()) or type(cause).__name__

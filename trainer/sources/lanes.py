@@ -8,6 +8,7 @@ is resumed; what shuffles here are blocks of rows, which a resume reads again.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import glob
 import hashlib
@@ -21,8 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from ckptool import DamagedError, MismatchError, NotFoundError, SourceFile, UnsupportedError, UsageError
-from trainer.sources.documents import data_set_place
+from ckptool import (
+    CkptoolError,
+    DamagedError,
+    MismatchError,
+    NotFoundError,
+    SourceFile,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
+from trainer.sources.documents import data_set_place, reason_of
 from trainer.sources.spec import SourceSpec
 from trainer.sources.tokenizer import load_tokenizer, tokenizer_digest
 from trainer.units import Row
@@ -61,10 +71,14 @@ class LaneReader:
         self._open(begin)
 
     def next_window(self) -> np.ndarray:
-        """int64 of shape (seq_len + 1,). A lane that ends begins again. Raises UsageError for one without documents."""
+        """int64 of shape (seq_len + 1,). A lane that ends begins again.
+
+        Raises UsageError for one without documents, DamagedError or StorageError for what can't be read.
+        """
         size = self._lane.seq_len + 1
-        while len(self._rest) < size:
-            self._rest += next(self._documents)
+        with read_errors(f"lane {self._lane.number} of the stream"):
+            while len(self._rest) < size:
+                self._rest += next(self._documents)
         window = np.array(self._rest[:size], np.int64)
         del self._rest[: size - 1]
         self.num_windows += 1
@@ -165,6 +179,21 @@ class Lanes:
         self.restored, self._readers = list(states), {}
 
 
+@contextlib.contextmanager
+def read_errors(where: str) -> Iterator[None]:
+    """What `datasets` and the libraries below it raise while a stream is read, which is nearly anything, as one line.
+
+    Raises StorageError for the system's and the network's errors, else DamagedError.
+    """
+    try:
+        yield
+    except CkptoolError:
+        raise
+    except Exception as error:
+        kind = StorageError if isinstance(error, OSError) else DamagedError
+        raise kind(f"{where} can't be read: {type(error).__name__}: {reason_of(error)}") from error
+
+
 def text_of(row: dict[str, Any], field: str) -> str | None:
     """Raises DamagedError when the row has no such text."""
     if field not in row:
@@ -182,10 +211,12 @@ def open_lanes(spec: SourceSpec, hf_folder: Path, seq_len: int) -> Lanes:
 def stream_fingerprint(spec: SourceSpec, hf_folder: Path) -> dict[str, str | int]:
     """What is known of a stream without reading it: its name, how it is split, and its first rows.
 
-    Raises UnsupportedError when it can't be resumed, and the errors of `open_stream`.
+    Raises UnsupportedError when it can't be resumed, and the errors of `open_stream` and `read_errors`.
     """
     stream = open_stream(spec)
     [first, *_] = split_into_lanes(stream, spec, tokenizer=None, seq_len=1)
+    with read_errors(spec.name):
+        first_rows = check_resumable(first.opened, spec.name)
     return {
         "kind": "stream",
         "path": Path(spec.paths[0]).name if Path(spec.paths[0]).exists() else spec.paths[0],
@@ -195,7 +226,7 @@ def stream_fingerprint(spec: SourceSpec, hf_folder: Path) -> dict[str, str | int
         "lanes": spec.lanes,
         **({"shuffle": spec.shuffle} if spec.shuffle else {}),
         "num_shards": stream.n_shards,
-        "first_rows": check_resumable(first.opened, spec.name),
+        "first_rows": first_rows,
         "tokenizer": tokenizer_digest(hf_folder),
     }
 
