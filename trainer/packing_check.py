@@ -48,6 +48,6 @@ def _influence(model: PreTrainedModel, device: torch.device, is_packed: bool) ->
 
 def _refused(model: PreTrainedModel) -> UnsupportedError:
     return UnsupportedError(
-        f"{type(model).__name__} lets the documents of a packed row see each other",
+        f"{type(model).__name__.removeprefix('FSDP')} lets the documents of a packed row see each other",
         hint="--unit document keeps them apart in rows of their own; --unit window joins them",
     )

@@ -12,6 +12,7 @@ from typing import Any
 import ckptool
 from ckptool import LockedError
 from trainer.parallel import Ranks
+from trainer.signals import StopSignals
 
 #: A run that was told to stop may still be saving; of a machine that vanished nothing is heard for minutes.
 WAIT_SECONDS = 360.0
@@ -19,13 +20,14 @@ _POLL_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def sole_run(root: Path, ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
+def sole_run(root: Path, ranks: Ranks, stop: StopSignals, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the root, on rank 0, for what happens inside.
 
-    Raises LockedError on every rank when another run that lives holds it, and goes on holding it.
+    Raises LockedError on every rank when another run that lives holds it, and goes on holding it, or rank 0 is told to
+    stop meanwhile.
     """
     held: list[Any] = []
-    ranks.from_rank0(lambda: held.append(_hold(root, say)))
+    ranks.from_rank0(lambda: held.append(_hold(root, stop, say)))
     try:
         yield
     finally:
@@ -33,7 +35,7 @@ def sole_run(root: Path, ranks: Ranks, say: Callable[[str], None]) -> Iterator[N
             lock.release()
 
 
-def _hold(root: Path, say: Callable[[str], None]) -> Any:
+def _hold(root: Path, stop: StopSignals, say: Callable[[str], None]) -> Any:
     # Ranks that torchrun has started again are of one job, whose earlier ranks are dead, wherever they were.
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     deadline = time.monotonic() + (0 if is_restart else WAIT_SECONDS)
@@ -42,7 +44,7 @@ def _hold(root: Path, say: Callable[[str], None]) -> Any:
         try:
             return ckptool.hold_root(root, take_over=is_restart)
         except LockedError as error:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or stop.received:
                 raise
             if not is_waiting:
                 say(f"waiting: {error}")

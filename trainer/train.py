@@ -80,7 +80,7 @@ def train(config: TrainConfig, startup: Startup | None = None) -> None:
         if config.deterministic:
             parallel.make_deterministic()
         check_shared_root(config.work, ranks)
-        context.enter_context(sole_run(config.work, ranks, log.say))
+        context.enter_context(sole_run(config.work, ranks, stop, log.say))
         startup.ended("ranks")
         origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
         for line in origin.describe():

@@ -1,5 +1,7 @@
 """One run at a time in a root: a second one waits for the first, or is refused before it trains."""
 
+import os
+import signal
 import threading
 
 import pytest
@@ -31,3 +33,11 @@ def test_ranks_that_torchrun_starts_again_go_on_at_once(root, monkeypatch):
     ckptool.hold_root(root)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert len(run(root, steps=1)) == 1
+
+
+def test_a_run_that_waits_ends_when_it_is_told_to(root):
+    other = ckptool.hold_root(root)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(LockedError, match="another run has"):
+        run(root, steps=1)
+    other.release()
