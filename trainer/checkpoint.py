@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +38,9 @@ from trainer.model import model_state, named_parameters
 from trainer.optimizer import check_same_optimizer, optimizer_state, restore_groups
 from trainer.parallel import Ranks
 from trainer.tiers import Uploads, later_steps, newest, step_of, step_path
+
+#: What a repository of the Hub is called: a checkpoint has to be made of it.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -223,7 +227,15 @@ def _initial(config: TrainConfig) -> Origin:
             f"nothing to resume under {ckptool.place(str(config.root))}, and no --init-from",
             hint="ckptool import-hf MODEL, then --init-from with its name",
         )
-    return _open(_resolve(config.init_from, config), is_resume=False)
+    try:
+        path = _resolve(config.init_from, config)
+    except NotFoundError as error:
+        is_model = (Path(config.init_from).expanduser() / "config.json").is_file()
+        if is_model or _HUB_NAME.fullmatch(config.init_from):
+            root = ckptool.place(str(config.root))
+            error.hint = f"ckptool import-hf {config.init_from} base --root {root}, then --init-from base"
+        raise
+    return _open(path, is_resume=False)
 
 
 def _open(path: Place, is_resume: bool, passed_over: tuple[tuple[str, str], ...] = ()) -> Origin:

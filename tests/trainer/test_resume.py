@@ -270,3 +270,12 @@ def test_an_edited_config_is_said(halfway, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
     run(halfway, steps=7)
     assert "note: its hf/config.json was edited since it was saved" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["base-hf", "some-org/some-model"])
+def test_a_model_that_was_not_imported_is_to_be(root, monkeypatch, name):
+    make_base(root / "more" / "base")
+    monkeypatch.chdir(root / "more")
+    with pytest.raises(NotFoundError) as refused:
+        run(root, init_from=name)
+    assert refused.value.hint.startswith(f"ckptool import-hf {name} base --root {root}")
