@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ckptool import SourceFile, UnsupportedError, files_record, find_source_files
+from ckptool import DamagedError, SourceFile, UnsupportedError, files_record, find_source_files
 from trainer.os_errors import named_os_errors
 from trainer.sources.cache_record import cache_folder, publish, read_record, stored_parts, write_record
 from trainer.sources.chat import check_chat
 from trainer.sources.documents import Table, check_text, file_tables, hub_table, table_files
 from trainer.sources.spec import SourceSpec
-from trainer.sources.stream import TokenPart, TokenStream, content_digest, max_token
+from trainer.sources.stream import TokenPart, TokenStream, content_digest, max_token, sample_digest
 from trainer.sources.token_cache import Piece, Recipe, cut_into_pieces, make_pieces, sole_builder
 from trainer.sources.token_files import megatron_files, megatron_part, scan_documents, token_part
 from trainer.sources.tokenizer import load_tokenizer, token_dtype, tokenizer_digest
@@ -79,16 +79,26 @@ def open_corpus(spec: SourceSpec, hf_folder: Path, root: Path, say: Say) -> Corp
     if table is not None:
         # The Arrow files of a data set differ between versions of `datasets`: the tokens are its identity.
         source = {key: value for key, value in source.items() if key not in files_of} | {"num_rows": len(table.rows)}
+    parts = stored_parts(folder, record, ".tokens", record["dtype"])
+    masks = stored_parts(folder, record, ".trained", "uint8") if spec.kind == "chat" else ()
+    _check_samples(folder, record, [parts, masks] if masks else [parts])
     return Corpus(
         spec.name,
         folder,
-        stored_parts(folder, record, ".tokens", record["dtype"]),
-        stored_parts(folder, record, ".trained", "uint8") if spec.kind == "chat" else (),
+        parts,
+        masks,
         record["num_tokens"],
         record["num_documents"],
         {**source, **record["fingerprint"]},
         record.get("max_token"),
     )
+
+
+def _check_samples(folder: Path, record: dict[str, Any], stored: list[tuple[TokenPart, ...]]) -> None:
+    """Raises DamagedError when the cache gives back something else than was written; an older one can't be told."""
+    found = [sample_digest(TokenStream(parts)) for parts in stored]
+    if record.get("samples", found) != found:
+        raise DamagedError(f"{folder} holds other tokens than were written there", hint=f"rm -r {folder}")
 
 
 def _tokenize(
@@ -125,7 +135,10 @@ def _gather(pieces: list[Piece], has_masks: bool, dtype: np.dtype, staging: Path
     fingerprint = {"tokens": content_digest(stream)}
     if has_masks:
         fingerprint["trained"] = content_digest(TokenStream(masks))
-    layout = {"dtype": dtype.name, "pieces": list(zip(names, counts, strict=True)), "max_token": max_token(stream)}
+    layout = {
+        **{"dtype": dtype.name, "pieces": list(zip(names, counts, strict=True)), "max_token": max_token(stream)},
+        "samples": [sample_digest(each) for each in (stream, *([TokenStream(masks)] if has_masks else []))],
+    }
     write_record(staging, everything, fingerprint, layout)
     return len(everything)
 

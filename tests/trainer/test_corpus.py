@@ -163,3 +163,16 @@ def test_files_that_do_not_fit_together_are_refused_with_the_reason(tmp_path, co
     (tmp_path / "b.jsonl").write_text('{"content": "two"}\n')
     with pytest.raises(DamagedError, match=r"Couldn't cast content: string .*column names don't match"):
         corpus_of(tmp_path)
+
+
+@pytest.mark.parametrize("num_bytes", [30, 3_000_000])
+def test_a_cache_that_gives_back_zeros_is_damaged(tmp_path, corpus_of, num_bytes):
+    (tmp_path / "a.txt").write_text("x" * num_bytes)
+    corpus = corpus_of(tmp_path / "a.txt")
+    [part] = corpus.parts
+    corpus_of(tmp_path / "a.txt")
+    with part.path.open("r+b") as file:
+        file.seek(num_bytes)  # half of it: a token takes two bytes
+        file.write(bytes(num_bytes))
+    with pytest.raises(DamagedError, match="holds other tokens than were written there"):
+        corpus_of(tmp_path / "a.txt")
