@@ -97,6 +97,8 @@ class TrainConfig:
             raise UsageError(f"--profile {self.profile} begins after the last step, {self.steps}")
         if self.upload_to and not isinstance(self.root, Path):
             raise UsageError("--upload-to brings checkpoints from a local --root to another place, and --root is a URL")
+        if self.upload_to and Path(self.upload_to).resolve() == Path(self.root).resolve():
+            raise UsageError("--upload-to brings checkpoints from --root to another place, and it is the root")
         if self.upload_mb_per_s and not self.upload_to:
             raise UsageError("--upload-mb-per-s says nothing without --upload-to")
         parse_boards(self.log_to)

@@ -182,9 +182,12 @@ def _listen(requests: SimpleQueue[list[Any]]) -> None:
 
 def _copy(source: str, target: str, bytes_per_s: float) -> str:
     try:
-        ckptool.copy(source, target, max_bytes_per_s=bytes_per_s)
-    except TargetExistsError:
-        return ""  # it was there before this run went on from it
+        try:
+            ckptool.copy(source, target, max_bytes_per_s=bytes_per_s)
+        except TargetExistsError:
+            # The run before brought it, and this one went on from it; or it is another run's.
+            if ckptool.weights_digest(ckptool.place(source)) != ckptool.weights_digest(ckptool.place(target)):
+                return "another run's checkpoint of that name is there"
     except CkptoolError as error:
         return str(error)
     return ""

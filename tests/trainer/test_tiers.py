@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from ckptool import StorageError
+from ckptool import StorageError, UsageError
 from tests.trainer import tiny
 from trainer import tiers
 from trainer.metrics import Log
@@ -30,3 +31,17 @@ def test_nor_for_one_that_could_not_be_begun(tmp_path: Path, monkeypatch: pytest
     uploads.offer(tmp_path / "step-1")
     with pytest.raises(StorageError, match=r"step-1 was not brought to .*FileNotFoundError"):
         uploads.finish()
+
+
+def test_another_runs_checkpoint_in_the_second_place_is_no_copy_of_this_ones(root: Path, tmp_path: Path) -> None:
+    other, there = tmp_path / "other", tmp_path / "there"
+    shutil.copytree(root, other)
+    tiny.run(other, steps=1, lr=0.1, upload_to=str(there))
+    tiny.run(root, steps=1)
+    assert tiers._copy(str(other / "step-1"), str(there / "step-1"), 0) == ""
+    assert "another run's checkpoint" in tiers._copy(str(root / "step-1"), str(there / "step-1"), 0)
+
+
+def test_the_root_is_no_second_place(root: Path) -> None:
+    with pytest.raises(UsageError, match="and it is the root"):
+        tiny.run(root, steps=1, upload_to=f"{root}/../{root.name}")
