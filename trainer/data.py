@@ -14,7 +14,7 @@ from trainer.packing import PACKING_VERSION, Documents, PackedRows
 from trainer.parallel import Ranks
 from trainer.sources.lanes import Lanes, open_lanes, stream_fingerprint
 from trainer.sources.spec import SourceSpec, parse_sources
-from trainer.units import MicroBatch, Units, UnknownTokenError, Windows, collate
+from trainer.units import MicroBatch, Units, Windows, collate, unknown_token
 
 #: What `--unit` may be.
 UNITS: dict[str, type[Windows] | type[PackedRows] | type[Documents]] = {
@@ -56,7 +56,7 @@ def _prepare(
     corpus = open_corpus(spec, hf_folder, root, say)
     vocab_size = stated_vocab_size(hf_folder)
     if vocab_size is not None and corpus.max_token is not None and corpus.max_token >= vocab_size:
-        raise UnknownTokenError(corpus.max_token, vocab_size, corpus.name)
+        raise unknown_token(corpus.max_token, vocab_size, corpus.name)
     units = UNITS[unit](corpus, seq_len)
     say(
         f"{corpus.name}: {corpus.num_tokens:,} tokens in {corpus.num_documents:,} documents, "

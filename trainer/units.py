@@ -20,14 +20,12 @@ IGNORED = -100
 BUCKET_TOKENS = 64
 
 
-class UnknownTokenError(MismatchError):
+def unknown_token(token: int, vocab_size: int, where: str) -> MismatchError:
     """The data has a token for which the model has no embedding. On a GPU the kernel's own error names nothing."""
-
-    def __init__(self, token: int, vocab_size: int, where: str) -> None:
-        super().__init__(
-            f"{where}: token {token}, and the model has embeddings for {vocab_size} tokens",
-            hint="the tokenizer is another model's, or tokens were added and the embeddings not resized",
-        )
+    return MismatchError(
+        f"{where}: token {token}, and the model has embeddings for {vocab_size} tokens",
+        hint="the tokenizer is another model's, or tokens were added and the embeddings not resized",
+    )
 
 
 @dataclass(frozen=True)
@@ -116,11 +114,11 @@ class Pairs:
 
 
 def check_tokens(batches: Iterable[MicroBatch], vocab_size: int) -> None:
-    """Raises UnknownTokenError when a batch has a token that is none of the model's."""
+    """Raises MismatchError when a batch has a token that is none of the model's."""
     for batch in batches:
         lowest, highest = int(batch.inputs.min()), int(torch.maximum(batch.inputs, batch.labels).max())
         if lowest < 0 or highest >= vocab_size:
-            raise UnknownTokenError(lowest if lowest < 0 else highest, vocab_size, f"units {batch.units}")
+            raise unknown_token(lowest if lowest < 0 else highest, vocab_size, f"units {batch.units}")
 
 
 def bucket_length(longest: int, seq_len: int) -> int:

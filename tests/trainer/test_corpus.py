@@ -1,12 +1,14 @@
 """Text to tokens: every document once, cached, and damaged or empty inputs named."""
 
+import errno
 import json
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ckptool import DamagedError, NotFoundError, UnsupportedError, find_source_files
+from ckptool import DamagedError, NotFoundError, StorageError, UnsupportedError, find_source_files
 from tests.trainer.tiny import make_tokenizer
 from trainer.corpus import open_corpus
 from trainer.sources.spec import SourceSpec
@@ -175,4 +177,18 @@ def test_a_cache_that_gives_back_zeros_is_damaged(tmp_path, corpus_of, num_bytes
         file.seek(num_bytes)  # half of it: a token takes two bytes
         file.write(bytes(num_bytes))
     with pytest.raises(DamagedError, match="holds other tokens than were written there"):
+        corpus_of(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_full_disk_is_not_blamed_on_the_data(tmp_path, corpus_of, monkeypatch, is_wrapped):
+    def full(*arguments, **options):
+        error = OSError(errno.ENOSPC, "No space left on device")
+        if not is_wrapped:
+            raise error
+        raise datasets.exceptions.DatasetGenerationError("An error occurred") from error
+
+    monkeypatch.setattr(datasets, "load_dataset", full)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(StorageError, match="no space left on the disk of the token cache"):
         corpus_of(tmp_path / "a.txt")

@@ -1,6 +1,7 @@
 """Data that the model has no rows for is refused by name: on a GPU the kernel's own error says nothing."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ def test_a_token_beyond_the_models_vocabulary_is_named_before_anything_is_traine
     if kind == "tokens":  # as uint16 all of them are 90
         assert len(prepare(data, "window", 4, tmp_path / "hf", tmp_path, print)) == 1
         (tmp_path / "a.txt").write_bytes(bytes([110, 0] * 10))
-    with pytest.raises(MismatchError, match=r"token \d+, and the model has embeddings for 100 tokens"):
+    with pytest.raises(MismatchError, match=r"token \d+, and the model has embeddings for 100 tokens") as refused:
         prepare(data, "window", 4, tmp_path / "hf", tmp_path, print)
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)  # rank 0 sends it to the others
 
 
 @pytest.mark.parametrize(("ids", "named"), [([1, 2, 99], 99), ([1, -7, 2], -7), ([1, 2, 3], None)])

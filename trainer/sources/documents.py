@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import itertools
 import sys
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptool import DamagedError, NotFoundError, SourceFile, UnsupportedError
+from ckptool import DamagedError, NotFoundError, SourceFile, StorageError, UnsupportedError
 from trainer.sources.spec import SourceSpec
 
 _BUILDER_OF_KIND = {"text": "text", "jsonl": "json", "parquet": "parquet", "chat": "json"}
@@ -45,6 +46,8 @@ def file_tables(spec: SourceSpec, files: list[SourceFile], cache: Path) -> list[
         try:
             rows = datasets.load_dataset(builder, data_files=patterns, split="train", cache_dir=str(cache), **options)
         except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+            if getattr(error.__cause__ or error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageError(f"no space left on the disk of the token cache, {cache.parent}") from error
             raise DamagedError(
                 f"can't read {names[0]} (and {len(names) - 1} more) as {builder}: {reason_of(error)}"
             ) from error
