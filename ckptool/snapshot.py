@@ -18,9 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ckptool.core.box import Box
 from ckptool.core.tensors import TensorEntry
-from ckptool.errors import StorageError
 from ckptool.formats.dcp_writers import Load, Piece
-from ckptool.storage.shared_memory import SharedMemory
+from ckptool.formats.host_memory import HostMemory
 
 #: What goes to a writer at a time, at most.
 LOAD_BYTES = 32 << 20
@@ -57,26 +56,6 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         return self.local.nbytes
-
-
-class HostMemory:
-    """Shared memory as a tensor of bytes, pinned where there is CUDA."""
-
-    def __init__(self, num_bytes: int, pin: bool) -> None:
-        self.shared = SharedMemory(num_bytes)
-        self.bytes = torch.frombuffer(self.shared.map, dtype=torch.uint8)
-        self._is_pinned = False
-        if pin:
-            code = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0)
-            if int(code):
-                raise StorageError(f"CUDA can't pin {num_bytes:,} bytes of host memory (error {int(code)})")
-            self._is_pinned = True
-
-    def close(self) -> None:
-        if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-        del self.bytes
-        self.shared.close()
 
 
 @dataclass

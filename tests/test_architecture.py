@@ -50,7 +50,10 @@ EAGER_TORCH_PARTS = {
     "distributed_async",
     "shared_target",
 }
-EAGER_TORCH_FILES = {"formats/dcp_adapters.py", "formats/dcp_reader.py", "formats/dcp_storage_writer.py"}
+EAGER_TORCH_FILES = {
+    *("formats/dcp_adapters.py", "formats/dcp_reader.py", "formats/dcp_storage_writer.py"),
+    *("formats/host_memory.py", "formats/tensor_reads.py"),
+}
 MAX_LINES = 500
 HELP_SECONDS = 0.4
 

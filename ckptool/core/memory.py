@@ -77,10 +77,10 @@ class ModelSizes:
 class TrainingSetup:
     """One rank's part of a step. `num_shards` ranks share the parameters; `num_micro_steps` are accumulated.
 
-    `optimizer_bytes` are those of one moment of one parameter. The head and the loss are computed for at most `loss_chunk_elements` logits at a time, or for all at once (None).
-    Blocks that are `compiled` keep fewer activations. Without `reshard_after_forward` the blocks' gathered weights stay
-    until their backward pass. A rank that is `alone` does without FSDP2 where weights are
-    stored as they are computed with and nothing is accumulated.
+    `optimizer_bytes` are those of one moment of one parameter. The head and the loss are computed for at most
+    `loss_chunk_elements` logits at a time, or for all at once (None). Blocks that are `compiled` keep fewer
+    activations. Without `reshard_after_forward` the blocks' gathered weights stay until their backward pass. A rank
+    that is `alone` does without FSDP2 where weights are stored as they are computed with and nothing is accumulated.
     """
 
     seq_len: int

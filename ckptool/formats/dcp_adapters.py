@@ -188,8 +188,7 @@ class LoadReader(SourceReader):
         super().__init__(source, allow_cast=True)
         self._has_digests = not source.check_crc
         self._uneven: frozenset[str] = frozenset()
-        self._thread = ThreadPoolExecutor(1, "digest")
-        self._parts: list[tuple[str, int, ParallelResult[TensorDigest]]] = []
+        self._parts: list[tuple[str, int, TensorDigest]] = []
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On rank 0, which sees what all ranks will read."""
@@ -198,10 +197,10 @@ class LoadReader(SourceReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._uneven = plan.storage_data or frozenset()
-        try:
-            return super().read_data(plan, planner)
-        finally:
-            self._thread.shutdown()
+        return super().read_data(plan, planner)
+
+    def _is_read_alone(self, fqn: str) -> bool:
+        return fqn in self._uneven
 
     def _fill(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
         if fqn in self._uneven:
@@ -210,10 +209,8 @@ class LoadReader(SourceReader):
         super()._fill(fqn, chunk, box, data)
         if self._has_digests:
             entry = self._source.manifest.tensors[fqn]
-            if len(self._parts) > 1:
-                self._parts[-2][2].result()  # a box on its way to a GPU is kept in memory until it is digested
-            part = self._thread.submit(digest_box, data, box, entry.shape, entry.itemsize_bytes)
-            self._parts.append((self._source.manifest.ties.get(fqn, fqn), box.num_elements, part))
+            digest = digest_box(data, box, entry.shape, entry.itemsize_bytes)
+            self._parts.append((self._source.manifest.ties.get(fqn, fqn), box.num_elements, digest))
 
     def _fill_checked(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
         """Read the whole chunk, a few rows at a time, which lets the source compare its CRC; keep what is asked for."""
@@ -235,7 +232,7 @@ class LoadReader(SourceReader):
         read: dict[str, tuple[TensorDigest, int]] = {}
         for fqn, num_elements, part in self._parts:
             digest, num_before = read.get(fqn, (TensorDigest(), 0))
-            read[fqn] = (digest + part.result(), num_before + num_elements)
+            read[fqn] = (digest + part, num_before + num_elements)
         return read
 
 

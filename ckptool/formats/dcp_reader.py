@@ -23,12 +23,13 @@ from ckptool.core.box import Box
 from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import Chunk
 from ckptool.errors import CkptoolError, DamagedError, MismatchError
-from ckptool.formats.casts import check_overflow
 from ckptool.formats.dcp_source import DcpSource, load_blob
 from ckptool.formats.dcp_torch import stored_chunks, to_torch_metadata
+from ckptool.formats.tensor_reads import TensorReads
 from ckptool.storage.fetch_ahead import FetchAhead
 from ckptool.storage.files import explain_os_error
 from ckptool.storage.place import place
+from ckptool.storage.store_path import StorePath
 
 
 @contextlib.contextmanager
@@ -95,10 +96,13 @@ class SourceReader(TorchStorageReader):
         with plain_errors(Path(self.checkpoint_id)):
             reads = [(item, self._chunk_of(item)) for item in plan.items if item.type != LoadItemType.BYTE_IO]
             reads.sort(key=_place)
-            with FetchAhead(self._ranges(item, chunk) for item, chunk in reads) as ahead:
+            in_order = isinstance(self._source.reader.root, StorePath)  # which fetches ahead itself
+            with (
+                FetchAhead(self._ranges(i, c) for i, c in reads) as ahead,
+                TensorReads(self._fill, in_order) as tensors,
+            ):
                 for item, chunk in reads:
-                    self._read_tensor(item, chunk, planner)
-                    ahead.passed()
+                    self._read_tensor(item, chunk, planner, tensors, ahead)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     blob = self._source.read_object(item.storage_index.fqn)
@@ -123,7 +127,9 @@ class SourceReader(TorchStorageReader):
     def _ranges(self, item: ReadItem, chunk: Chunk) -> Iterator[StoreRange]:
         return self._source.chunk_ranges(item.storage_index.fqn, chunk, _box(item, chunk))
 
-    def _read_tensor(self, item: ReadItem, chunk: Chunk, planner: LoadPlanner) -> None:
+    def _read_tensor(
+        self, item: ReadItem, chunk: Chunk, planner: LoadPlanner, tensors: TensorReads, ahead: FetchAhead
+    ) -> None:
         fqn, box = item.storage_index.fqn, _box(item, chunk)
         target = planner.resolve_tensor(item).detach()
         dtype = getattr(torch, self._source.manifest.tensors[fqn].dtype)
@@ -134,14 +140,22 @@ class SourceReader(TorchStorageReader):
                 f"{fqn} is {dtype} in the checkpoint, {target.dtype} here",
                 hint="StorageReader(path, allow_cast=True) loads it into another dtype",
             )
-        if box.num_elements:
-            direct = target.is_cpu and target.dtype == dtype and target.is_contiguous()
-            stored = target if direct else torch.empty(box.sizes, dtype=dtype)
-            self._fill(fqn, chunk, box, memoryview(stored.reshape(-1).view(torch.uint8).numpy().data))
-            if not direct:
-                target.copy_(stored)
-                check_overflow(fqn, stored, target, hint="bfloat16 has the range of float32")
-        planner.commit_tensor(item, target)
+
+        def done() -> None:
+            planner.commit_tensor(item, target)
+            ahead.passed()
+
+        if not box.num_elements:
+            tensors.wait()
+            done()
+        elif self._is_read_alone(fqn):
+            tensors.read_alone(fqn, chunk, box, target, dtype, done)
+        else:
+            tensors.add(fqn, chunk, box, target, dtype, done)
+
+    def _is_read_alone(self, fqn: str) -> bool:
+        """True for a tensor beside which no other may be read."""
+        return False
 
     def _fill(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
         """Read the part `box` of a tensor, which lies in `chunk`, into `data`."""

@@ -88,9 +88,10 @@ def estimate(
 
     `seq_len` in tokens, the batch sizes in sequences, a global one over all ranks (default: one micro batch a rank).
     `loss` is a key of LOSSES, `optimizer` one of OPTIMIZERS; dtypes are keys of DTYPE_BYTES, that of AdamW's state by
-    default the weights', as the trainer has it; `compiled` is the trainer's --compile, `reshard_after_forward` its option of that name. `details`
-    has the model's sizes and `ways`: DDP and FSDP2 with each `checkpointing` of core.memory.CHECKPOINTING, each with
-    the fields of `core.memory.Memory`, `needed_bytes`, `fits` and `fewest_gpus` (None: no number is enough).
+    default the weights', as the trainer has it; `compiled` is the trainer's --compile, `reshard_after_forward` its
+    option of that name. `details` has the model's sizes and `ways`: DDP and FSDP2 with each `checkpointing` of
+    core.memory.CHECKPOINTING, each with the fields of `core.memory.Memory`, `needed_bytes`, `fits` and `fewest_gpus`
+    (None: no number is enough).
     Raises UsageError, NotFoundError, DamagedError or UnsupportedError, one line each.
     """
     ranks = Ranks(num_gpus, dp_replicate, tp)
