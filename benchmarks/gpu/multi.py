@@ -285,23 +285,26 @@ def resume_resharded(host: Host) -> None:
 
 def load_with_each_reader(host: Host) -> None:
     """All ranks load a checkpoint: as imported, as they saved it, as more ranks would, and that resharded for them."""
-    saved, other, resharded = host.reference / f"step-{SAVE_EVERY}", host.work / "other", host.work / "resharded"
+    saved, other, resharded = host.reference / f"step-{SAVE_EVERY}", host.work / "other", host.work / "to-these"
+    if not saved.exists():
+        host.train(host.reference, host.num_ranks, SAVE_EVERY)
     host.ckptool("reshard", "-q", saved, other, "--world-size", host.num_ranks + 1, "--rewrite")
     host.ckptool("reshard", "-q", other, resharded, "--world-size", host.num_ranks, "--rewrite")
     places = {
-        str(host.base): "imported",
         str(saved): "saved by these ranks",
         str(other): f"saved by {host.num_ranks + 1} ranks",
         str(resharded): f"that, resharded to {host.num_ranks}",
+        str(host.base): "imported",
     }
-    out = host.run([*host.torchrun(host.num_ranks), PROGRAMS, "load", host.device, *places])
-    for line in out.splitlines():
-        if not line.startswith("RESULT "):
-            continue
-        found = json.loads(line.removeprefix("RESULT "))
-        factor = sum(found["read_bytes_by_rank"]) / sum(found["held_bytes_by_rank"])
-        what = f"{places[found.pop('checkpoint')]}, {found.pop('reader')} reader"
-        host.note("load", what, read_by_held=round(factor, 3), **found)
+    results = host.work / "loads.jsonl"
+    results.touch()
+    try:
+        host.run([*host.torchrun(host.num_ranks), PROGRAMS, "load", results, host.device, *places])
+    finally:
+        for found in read_lines(results):
+            factor = sum(found["read_bytes_by_rank"]) / sum(found["held_bytes_by_rank"])
+            what = f"{places[found.pop('checkpoint')]}, {found.pop('reader')} reader"
+            host.note("load", what, read_by_held=round(factor, 3), **found)
     shutil.rmtree(other)
     shutil.rmtree(resharded)
 

@@ -1,6 +1,6 @@
 """What multi.py has the ranks of torchrun do, besides training.
 
-torchrun ... benchmarks/gpu/rank_programs.py load DEVICE CHECKPOINT...
+torchrun ... benchmarks/gpu/rank_programs.py load RESULTS DEVICE CHECKPOINT...
 torchrun ... benchmarks/gpu/rank_programs.py dies-in-save STEP SECONDS [trainer's options]
 """
 
@@ -15,8 +15,8 @@ import time
 from typing import Any
 
 
-def load(device: str, *checkpoints: str) -> None:
-    """Load every tensor of the checkpoints as FSDP2 shards it, and print bytes read and seconds of each rank, as JSON.
+def load(results: str, device: str, *checkpoints: str) -> None:
+    """Load every tensor of the checkpoints as FSDP2 shards it; a line of RESULTS each: bytes and seconds of the ranks.
 
     With both readers in turn: `stock`, torch's FileSystemReader, and `ours`. Bytes are what a rank asks of the files.
     """
@@ -76,7 +76,8 @@ def load(device: str, *checkpoints: str) -> None:
                 read, held_bytes, walls = zip(*ranks, strict=True)
                 found = {"checkpoint": checkpoint, "reader": reader, "seconds": round(max(walls), 3)}
                 found |= {"read_bytes_by_rank": read, "held_bytes_by_rank": held_bytes}
-                print("RESULT " + json.dumps(found), flush=True)
+                with open(results, "a") as file:
+                    file.write(json.dumps(found) + "\n")
     dist.destroy_process_group()
 
 

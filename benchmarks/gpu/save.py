@@ -13,6 +13,9 @@ are complete (ours: flushed and renamed too). The first save of a process and th
 A virtual machine may be given its memory only when that is touched for the first time, 3 s for 8 GiB on the one where
 this was measured. So `--touch-gib` of memory is written to and given back before the first row.
 
+Rows of `load` save once and load that state again, `num_saves` times with ckptool.load (which compares digests), then
+with torch's dcp.load and each reader.
+
 Rows of `raw` are the disk alone: as many bytes by 8 threads past the page cache, flushed, with nothing on the GPU.
 
 Rows of `snapshot` time nothing: while the compute stream is busy and has updates queued before and after the save, the
@@ -54,6 +57,7 @@ ROWS = [
     ("1b", "dcp.async_save", "shm", 2),
     ("8b", "ours", "disk", 1),
     ("8b", "raw", "disk", 1),
+    ("8b", "load", "shm", 2),
     ("8b", "dcp.async_save", "shm", 1),
     ("8b", "dcp.save", "shm", 1),
     ("1b", "ours-host", "shm", 3),
@@ -175,6 +179,9 @@ def row(device: str, folder: Path, text: str) -> None:
     if given["method"] == "snapshot":
         print(json.dumps(check_snapshots(state, folder, device)), flush=True)
         return
+    if given["method"] == "load":
+        print(json.dumps(loads(state, folder, given["num_saves"]) | {"machine": _machine(device)}), flush=True)
+        return
     save = method_of(given["method"])
     found: dict[str, Any] = {"lost_seconds": [], "durable_seconds": [], "machine": _machine(device)}
     found["state_bytes"] = sum(t.nbytes for t in _tensors(state.state_dict()))
@@ -276,6 +283,29 @@ def method_of(name: str) -> Callable[[dict[str, Any], Path], Any]:
     if name == "dcp.save":
         return lambda state, target: [dcp.save(state, checkpoint_id=target), Done()][1]
     return lambda state, target: dcp.async_save(state, checkpoint_id=target)
+
+
+def loads(state: Any, folder: Path, num_loads: int) -> dict[str, Any]:
+    """Seconds of loads of the state that was just saved."""
+    import torch.distributed.checkpoint as dcp
+
+    import ckptool
+
+    method_of("ours")(state.state_dict(), folder / "saved").result()
+    held = {name: state.state_dict()[name] for name in ("model", "optim")}
+    ways: dict[str, list[Callable[[], None]]] = {
+        "ckptool.load": [lambda: ckptool.load(held, folder / "saved")] * num_loads,
+        "dcp.load, ckptool.StorageReader": [
+            lambda: dcp.load(held, storage_reader=ckptool.StorageReader(folder / "saved"))
+        ],
+        "dcp.load": [lambda: dcp.load(held, checkpoint_id=folder / "saved")],
+    }
+    found = {}
+    for name, calls in ways.items():
+        found[name] = [round(_seconds(call, 1), 3) for call in calls]
+        print(name, found[name], file=sys.stderr, flush=True)
+    note = "; ".join(f"{name} {' '.join(map(str, seconds))}" for name, seconds in found.items())
+    return {"load_seconds": found, "note": note, "state_bytes": sum(t.nbytes for t in _tensors(held))}
 
 
 def check_snapshots(state: Any, folder: Path, device: str) -> dict[str, Any]:

@@ -313,12 +313,12 @@ def load_and_save(rank: int, num_ranks: int, source: Path, target: Path) -> None
 def test_a_state_that_is_loaded_into_other_shards_is_the_same_bits(tmp_path):
     parameters, optimizer = stepped(name="adamw8bit", device=DEVICE)
     state = optimizer_state(optimizer, parameters)
-    ckptool.save({"optim": state}, tmp_path / "1", provenance=ckptool.Provenance("0"))
-    for before, num_ranks in ((1, 2), (2, at_most(3))):
-        run_ranks(num_ranks, load_and_save, num_ranks, tmp_path / f"{before}", tmp_path / f"{num_ranks}")
-    last = stored_moments(tmp_path / f"{at_most(3)}")
+    ckptool.save({"optim": state}, tmp_path / "whole", provenance=ckptool.Provenance("0"))
+    for source, target, num_ranks in (("whole", "of 2", 2), ("of 2", "of 3", at_most(3))):
+        run_ranks(num_ranks, load_and_save, num_ranks, tmp_path / source, tmp_path / target)
+    last = stored_moments(tmp_path / "of 3")
     assert {tensor.dtype for tensor in last.values()} == {torch.uint8, torch.float32}
-    for fqn, tensor in stored_moments(tmp_path / "1").items():
+    for fqn, tensor in stored_moments(tmp_path / "whole").items():
         assert torch.equal(tensor, last[fqn]), fqn
 
 

@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from ckptool import CkptoolError
 from tests.trainer.processes import start_ranks
 from tests.trainer.test_exactly_once import write_config
-from tests.trainer.tiny import read_lines, run, surviving_samples
+from tests.trainer.tiny import DEVICE, read_lines, run, surviving_samples
 from trainer import train
 
 
@@ -40,7 +41,10 @@ def test_a_rank_that_dies_is_named_by_those_that_are_left(root):
     codes, said = run_two_ranks(root, "dies", 1, 2)
     assert codes == [1, -9]
     assert "rank 1 on" in said[0]
-    assert "failed in step 3 (forward and backward): it died" in said[0]
+    if DEVICE == "cpu":
+        assert "failed in step 3 (forward and backward): it died" in said[0]
+    else:  # NCCL doesn't notice, so its silence is heard, and where it was at its last beat
+        assert re.search(r"failed in step [123] \(.*\): (it died|nothing was heard of it for 60 s)", said[0])
     assert "train.py" in stacks(root)[0]
 
 
