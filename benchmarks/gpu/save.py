@@ -120,8 +120,9 @@ def _in_process(row: dict[str, Any], device: str, folder: Path, limit_seconds: f
     except subprocess.TimeoutExpired as error:
         return _partial(error.stdout) | {"error": f"not done after {limit_seconds:.0f} s"}
     if done.returncode:
-        error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return _partial(done.stdout) | {"error": error}
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        # The last lines may be warnings of libraries that end.
+        return _partial(done.stdout) | {"error": next((x for x in reversed(lines) if "Error" in x), lines[-1])}
     return _partial(done.stdout)
 
 
