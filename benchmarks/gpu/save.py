@@ -275,7 +275,7 @@ def write_raw(folder: Path, num_bytes: int, num_threads: int = 8) -> float:
     return seconds
 
 
-def method_of(name: str) -> Callable[[dict[str, Any], Path], Any]:
+def method_of(name: str) -> Any:
     """A function that begins a save; what it returns knows `done()` and `result()`."""
     import torch.distributed.checkpoint as dcp
 
@@ -292,7 +292,9 @@ def loads(state: Any, folder: Path, num_loads: int) -> dict[str, Any]:
 
     import ckptool
 
-    method_of("ours")(state.state_dict(), folder / "saved").result()
+    save = method_of("ours")
+    save(state.state_dict(), folder / "saved").result()
+    save.close()
     held = {name: state.state_dict()[name] for name in ("model", "optim")}
     ways: dict[str, list[Callable[[], None]]] = {
         "ckptool.load": [lambda: ckptool.load(held, folder / "saved")] * num_loads,

@@ -105,3 +105,11 @@ def test_what_runs_on_the_gpu_before_a_load_is_over_before_it(stored):
     state["vector"].copy_(busy.reshape(-1)[:5000])
     dcp.load(state, storage_reader=ckptool.StorageReader(stored / "stock"))
     assert_loaded(state)
+
+
+def test_a_saver_that_was_dropped_leaves_no_pinned_memory_in_the_way(tmp_path):
+    for number in range(4):
+        state = {"model": template()}
+        ckptool.AsyncSaver().save(state, tmp_path / f"{number}").result()
+        ckptool.load(state, tmp_path / f"{number}")
+        assert all(bool((tensor == 1).all()) for tensor in state["model"].values())
