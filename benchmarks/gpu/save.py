@@ -165,7 +165,7 @@ def row(device: str, folder: Path, text: str) -> None:
     setting = {"sequences": SEQUENCES[given["shape"]], "checkpointing": "block", "compile": False, "loss": "chunked"}
     setting["shape"] = given["shape"] if device == "cuda" else "tiny"
     if given["method"] == "raw":
-        num_bytes = 6 * num_parameters(setting["shape"])
+        num_bytes = 6 * num_parameters(str(setting["shape"]))
         seconds = [write_raw(folder, num_bytes) for _ in range(given["num_saves"])]
         print(json.dumps({"durable_seconds": seconds, "state_bytes": num_bytes, "machine": _machine(device)}))
         return
@@ -351,7 +351,7 @@ def _tensors(state: dict[str, Any]) -> list[Any]:
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
-def _seconds(step: Callable[[], float], count: int) -> float:
+def _seconds(step: Callable[[], Any], count: int) -> float:
     began = time.perf_counter()
     for _ in range(count):
         step()
