@@ -13,6 +13,7 @@ import click
 
 from ckptool import CkptoolError
 from trainer.config import TrainConfig, read_defaults
+from trainer.os_errors import as_storage_error
 from trainer.startup import IMPORTS, Startup
 
 INTERRUPTED = 130
@@ -358,7 +359,7 @@ def main() -> NoReturn:
     except CkptoolError as error:
         code = _report(error)
     except OSError as error:
-        code = _report(CkptoolError(f"{error.filename or 'input or output'}: {error.strerror or error}"))
+        code = _report(as_storage_error(error))
     except Exception:
         traceback.print_exc()
         code = 1

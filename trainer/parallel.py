@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ckptool import CkptoolError, UsageError
 from trainer import rendezvous
+from trainer.os_errors import as_storage_error
 
 T = TypeVar("T")
 
@@ -64,23 +66,22 @@ class Ranks:
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
 
     def from_rank0(self, find: Callable[[], T]) -> T:
-        """Call `find` on rank 0 and give its result to every rank; its CkptoolError is raised on every rank.
+        """Call `find` on rank 0 and give its result to every rank; its error is raised on every rank, as a CkptoolError.
 
-        Any other exception ends rank 0 as it is, and reaches the others as a CkptoolError.
+        Of an error that nobody has foreseen rank 0 prints the traceback.
         """
         outcome: list = [None, None]
-        cause: Exception | None = None
         if self.rank == 0:
             try:
                 outcome[0] = find()
             except CkptoolError as error:
-                outcome[1] = cause = error
+                outcome[1] = error
+            except OSError as error:
+                outcome[1] = as_storage_error(error)
             except Exception as error:
-                cause = error
+                traceback.print_exc()
                 outcome[1] = CkptoolError(f"rank 0 failed: {type(error).__name__}: {error}")
         dist.broadcast_object_list(outcome, src=0, group=self.control)
-        if cause is not None:
-            raise cause
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]

@@ -6,11 +6,13 @@ import re
 
 import pytest
 
-from ckptool import CkptoolError
+from ckptool import CkptoolError, StorageError, UsageError
+from tests.spawn import run_ranks
 from tests.trainer.processes import start_ranks
 from tests.trainer.test_exactly_once import write_config
 from tests.trainer.tiny import DEVICE, read_lines, run, surviving_samples
 from trainer import train
+from trainer.parallel import joined_ranks
 
 
 def run_two_ranks(root, how: str, rank: int, step: int, *options: str) -> tuple[list[int], list[str]]:
@@ -57,6 +59,32 @@ def test_a_rank_that_hangs_is_found_by_its_stack(root):
         assert "mortal.py" in lines
     assert sorted(stacks(root)) == [0, 1]
     assert "in fail" in stacks(root)[1]
+
+
+def told_by_rank0(rank, error):
+    """What a rank learns of an error that rank 0 alone meets."""
+
+    def find():
+        raise error
+
+    with joined_ranks(DEVICE) as ranks:
+        try:
+            return ranks.from_rank0(find)
+        except CkptoolError as told:
+            return type(told), str(told)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UsageError("so not", hint="but so"), (UsageError, "so not")),
+        (OSError(28, "No space left on device", "a.txt"), (StorageError, "a.txt: No space left on device")),
+        (OSError("the cable"), (StorageError, "input or output: the cable")),
+        (ValueError("a bug"), (CkptoolError, "rank 0 failed: ValueError: a bug")),
+    ],
+)
+def test_an_error_of_rank_0_is_the_same_on_every_rank(error, told):
+    assert run_ranks(2, told_by_rank0, error) == [told, told]
 
 
 def poison(monkeypatch, steps):
