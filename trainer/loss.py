@@ -33,15 +33,20 @@ LossOfLogits = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.
 
 def batch_loss(model: PreTrainedModel, batch: MicroBatch, device: torch.device) -> torch.Tensor:
     """The sum of the cross-entropy over the trained labels of a batch; chunked where `use_chunks` has been called."""
-    inputs: dict[str, Any] = {"input_ids": batch.inputs.to(device), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": _on(device, batch.inputs), "use_cache": False}
     if batch.position_ids is not None:
-        inputs["position_ids"] = batch.position_ids.to(device)
-    labels = batch.labels.to(device).flatten()
+        inputs["position_ids"] = _on(device, batch.position_ids)
+    labels = _on(device, batch.labels).flatten()
     chunked = getattr(model, _METHOD, None)
     if chunked is not None:
         return chunked(labels, **inputs)
     logits = model(**inputs).logits.flatten(0, 1)
     return F.cross_entropy(_widened(logits), labels, ignore_index=IGNORED, reduction="sum")
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the device. A copy from memory that isn't pinned would wait for all that a GPU has still to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def use_chunks(model: PreTrainedModel, device: torch.device, compile: bool = False) -> str:

@@ -96,12 +96,24 @@ class Ranks:
         """One value from each part of the data, in order."""
         return self.gather(value)[:: self.tp_size]
 
+    def total(self, count: int) -> torch.Tensor:
+        """The sum of a number over the parts of the data, on the device: nothing waits for it here."""
+        total = torch.full((), count, device=self.device)
+        dist.all_reduce(total)
+        return total // self.tp_size
+
     def sum(self, *values: torch.Tensor | float) -> list[float]:
         """The sum of each number over the parts of the data, in float64 and in one round.
 
         The ranks of a tensor-parallel group count as one: their mean.
         """
-        total = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self.device).detach() for v in values])
+        parts = [
+            v.detach().to(self.device, torch.float64)
+            if isinstance(v, torch.Tensor)
+            else torch.full((), float(v), dtype=torch.float64, device=self.device)
+            for v in values
+        ]
+        total = torch.stack(parts)
         dist.all_reduce(total)
         return (total / self.tp_size).tolist()
 

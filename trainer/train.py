@@ -152,13 +152,13 @@ def run_steps(run: Run) -> None:
         # What waits for other ranks is not in "data", or all ranks would seem to read as slowly as the slowest.
         with watch.phase_of("forward and backward"):
             # A step of conversations may hold no trained label at all; its loss is 0.
-            num_tokens = max(1, sum(ranks.gather_data(sum(batch.num_trained() for batch in batches))))
-            loss, fed = forward_backward(ranks, state, batches, num_tokens)
+            num_labels = ranks.total(sum(batch.num_trained() for batch in batches)).clamp(min=1)
+            loss, fed = forward_backward(ranks, state, batches, num_labels)
             norm = clip_gradients(state, config.grad_clip)
             # The one place where a step waits for the GPU: what follows is begun while it still updates the weights.
             is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
             mean_loss, must_stop, must_save = ranks.sum(loss, bool(run.stop.received), is_late)
-            grad_norm = norm.item()
+            grad_norm, num_tokens = norm.item(), int(num_labels)
         with watch.phase_of("optimizer"):
             saves.before_update()
             num_skipped = 0 if math.isfinite(grad_norm) else num_skipped + 1
@@ -252,7 +252,7 @@ def check_finite(config: TrainConfig, step: int, grad_norm: float, num_skipped: 
 
 
 def forward_backward(
-    ranks: Ranks, state: TrainingState, batches: list[MicroBatch], num_tokens: int
+    ranks: Ranks, state: TrainingState, batches: list[MicroBatch], num_tokens: torch.Tensor | int
 ) -> tuple[torch.Tensor, list[int]]:
     """Accumulate the step's gradients. Returns this rank's part of the mean loss, and the units it was fed.
 
