@@ -106,8 +106,8 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option(
     "--optimizer",
-    "adamw, or adamw8bit: AdamW whose two moments are 8-bit codes, 2 bytes a parameter instead of 8. A run goes on with "
-    "the one that it began with.",
+    "adamw, or adamw8bit: AdamW whose two moments are 8-bit codes, 2 bytes a parameter instead of 8, when memory is "
+    "short. A run goes on with the one that it began with.",
     type=click.Choice(["adamw", "adamw8bit"]),
     default="adamw",
 )
@@ -381,8 +381,11 @@ def _report(error: CkptoolError) -> int:
 
 
 def _quiet_libraries() -> None:
+    """Let them say errors only. To be called before they are imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # When rank 0 ends first, the other ranks' stores warn with 40 lines of C++ frames each, above the one line of ours.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # transformers imports torchao where it is installed, which warns on each rank of kernels that it can't load.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

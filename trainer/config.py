@@ -101,6 +101,9 @@ class TrainConfig:
             raise UsageError("--upload-to brings checkpoints from --root to another place, and it is the root")
         if self.upload_mb_per_s and not self.upload_to:
             raise UsageError("--upload-mb-per-s says nothing without --upload-to")
+        for name in ("init_from", "resume"):
+            if getattr(self, name) == "":
+                raise UsageError(f"--{name.replace('_', '-')} is empty", hint="a shell variable that was not set?")
         parse_boards(self.log_to)
         if not self.data:
             raise UsageError("no training data", hint="--data PATH, or data = [...] in the --config file")

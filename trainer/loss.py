@@ -167,9 +167,10 @@ def _why_not(model: PreTrainedModel, device: torch.device) -> str:
     entered: list[torch.Tensor] = []
     left: list[torch.Tensor] = []
     hooks = [
-        model.base_model.register_forward_hook(lambda _, __, output: hidden.append(output[0])),
-        head.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0])),
-        head.register_forward_hook(lambda _, __, output: left.append(output)),
+        # Copies, since a model may change them in place.
+        model.base_model.register_forward_hook(lambda _, __, output: hidden.append(output[0].clone())),
+        head.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0].clone())),
+        head.register_forward_hook(lambda _, __, output: left.append(output.clone())),
     ]
     was_training = model.training
     model.eval()

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 #: How long ranks wait for rank 0 to tokenize. A rank that dies is noticed by torchrun, not by this.
 CONTROL_TIMEOUT = timedelta(days=1)
+
+
+#: Blocks of transformers that return a view, which no code of their models changes in place.
+_BLOCKS_WITH_VIEWS = ("OPTDecoderLayer",)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Ranks:
         return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
 
     def from_rank0(self, find: Callable[[], T]) -> T:
-        """Call `find` on rank 0 and give its result to every rank; its error is raised on every rank, as a CkptoolError.
+        """Call `find` on rank 0 and give its result to every rank; its error is a CkptoolError, raised on every rank.
 
         Of an error that nobody has foreseen rank 0 prints the traceback.
         """
@@ -180,10 +185,20 @@ def shard(
         # Its gradient doesn't depend on its weights, and the head's backward pass comes right after its forward.
         cast(FSDPModule, group(embedding)).set_unshard_in_backward(False)
         group(head, reshard_after_forward=False)
+    _expect_views(model)
     group(model)
     for module in fsdp_modules(model):
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+
+
+def _expect_views(model: PreTrainedModel) -> None:
+    """Silence torch's warning that a module returns a view, where nothing changes that view in place: it would drop the
+    hook by which FSDP2 gathers weights for the backward pass. Under --tp the root returns its logits so, and
+    `trainer/loss.py` leaves them as they are."""
+    names = "|".join([type(model).__name__, *_BLOCKS_WITH_VIEWS])
+    message = rf"FSDP2-wrapped module \(FSDP({names})\) returned a view tensor"
+    warnings.filterwarnings("ignore", message, UserWarning)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -118,6 +118,8 @@ def test_more_ranks_than_windows_in_a_step_are_refused(tmp_path):
         ({"lr": math.nan}, "--lr nan is no number"),
         ({"grad_clip": math.inf}, "--grad-clip inf is no number"),
         ({"lora_targets": "q_proj"}, "say nothing without --lora-rank"),
+        ({"resume": ""}, "--resume is empty"),
+        ({"init_from": ""}, "--init-from is empty"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_opened(tmp_path, changes, message):
@@ -155,6 +157,25 @@ def test_the_learning_rate_rises_and_falls(schedule, rates):
 def test_help_needs_no_torch():
     code = "import sys, trainer.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_store_that_is_gone_is_an_error_and_not_a_warning_with_frames_of_cpp():
+    code = """if True:
+        from trainer import cli
+        cli._quiet_libraries()
+        from torch.distributed import DistNetworkError, TCPStore
+        server = TCPStore("127.0.0.1", 0, is_master=True)
+        client = server.clone()
+        del server
+        try:
+            client.check(["a"])
+        except DistNetworkError as error:
+            print("gone")
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True, env=environment)
+    assert done.stdout == "gone\n"
+    assert "frame #" not in done.stderr
 
 
 def test_an_error_is_one_line_a_hint_and_its_exit_code(tmp_path):

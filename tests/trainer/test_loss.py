@@ -113,6 +113,21 @@ def test_a_model_that_changes_its_logits_keeps_the_plain_loss(kind):
     assert_equal(loss_and_gradients(model), wanted)
 
 
+class Halved(transformers.LlamaForCausalLM):
+    """A model that changes its logits in place."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits.mul_(0.5)
+        return output
+
+
+def test_a_model_that_changes_its_logits_in_place_keeps_it_too():
+    torch.manual_seed(0)
+    model = Halved(transformers.LlamaConfig(**SIZES)).double()
+    assert "changes the logits" in use_chunks(model, torch.device("cpu"))
+
+
 def test_a_head_that_is_more_than_a_linear_layer_keeps_the_plain_loss():
     model = make_model()
     model.lm_head = nn.Linear(32, 65, bias=True, dtype=torch.float64)

@@ -1,5 +1,7 @@
 """What FSDP2 gathers and when: embedding and head apart from the root, blocks once or twice, to the same gradients."""
 
+import warnings
+
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -7,10 +9,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.spawn import run_ranks
 from tests.trainer.test_loss import assert_equal, loss_and_gradients, make_batch, make_model
-from tests.trainer.tiny import DEVICE
+from tests.trainer.tiny import DEVICE, tiny_config
 from trainer import parallel
 from trainer.loss import batch_loss, use_chunks
 from trainer.model import named_blocks
+from trainer.train import train
 
 NUM_BLOCKS = 2
 
@@ -95,3 +98,41 @@ def test_an_evaluation_between_steps_sees_the_weights_of_the_step_before_it():
     for losses in run_ranks(2, evaluated_between_steps):
         assert losses[3:] == pytest.approx(losses[:3], rel=1e-5)
         assert len(set(losses[:3])) == 3
+
+
+def with_blocks_that_return_views(rank):
+    """Loss and gradients, whole (times the ranks) and sharded; and the warnings."""
+    with warnings.catch_warnings(record=True) as warned, parallel.joined_ranks(DEVICE) as ranks:
+        warnings.simplefilter("always")
+        found = []
+        for is_sharded in (False, True):
+            model = make_model("OPT", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0).to(ranks.device)
+            if is_sharded:
+                cut_by_the_trainer(model, ranks)
+            loss, gradients = loss_and_gradients(model, ranks.device)
+            scale = 1 if is_sharded else ranks.world_size
+            found.append((loss, {name: gradient * scale for name, gradient in gradients.items()}))
+    return *found, about_views(warned)
+
+
+def about_views(warned):
+    return [str(warning.message) for warning in warned if "returned a view" in str(warning.message)]
+
+
+def test_blocks_that_return_views_have_the_same_gradients_and_no_warning():
+    for whole, sharded, warned in run_ranks(2, with_blocks_that_return_views):
+        assert sharded[0] == pytest.approx(whole[0])
+        for name, gradient in whole[1].items():
+            torch.testing.assert_close(sharded[1][name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+        assert warned == []
+
+
+def with_split_layers(rank, root):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        train(tiny_config(root, tp=2, steps=1))
+    return about_views(warned)
+
+
+def test_logits_that_split_layers_return_as_a_view_are_left_as_they_are(root):
+    assert run_ranks(2, with_split_layers, root) == [[], []]
