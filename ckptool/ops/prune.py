@@ -1,7 +1,8 @@
 """Remove the checkpoints of a run that no rule keeps: first a plan, then the removal.
 
 Each is renamed to a hidden name before a byte of it goes, so half of one is never taken for a whole one, and the next
-prune finishes what a killed one has begun.
+prune finishes what a killed one has begun. A store has no rename: there the marker of completeness goes first, and a
+file that says so comes in its place.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from ckptool.storage.upload import MARKERS
 #: An unfinished upload to which nothing has come for so long counts as given up: sending a file takes less.
 UPLOAD_SILENCE_SECONDS = 6 * 3600.0
 
-#: The end of the name of a folder that is being removed.
+#: The end of the name of a folder that is being removed; in a store, a file in it.
 _REMOVED_MARK = ".removed"
+_CUT_SHORT = "its removal was cut short"
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ def plan_prune(
             keep.append(Entry(candidate.name, candidate.num_bytes, why))
         elif candidate.complete:
             remove.append(Entry(candidate.name, candidate.num_bytes, "no rule keeps it"))
+        elif (root / candidate.name / _REMOVED_MARK).is_file():
+            remove.append(Entry(candidate.name, candidate.num_bytes, _CUT_SHORT))
         elif stale and _is_beyond_use(root / candidate.name):
             remove.append(Entry(candidate.name, candidate.num_bytes, fault))
         else:
@@ -136,7 +140,7 @@ def plan_prune(
             is_save = runs.is_step_name(target_of(summary.path).name)
             (remove if stale or (dead_saves and is_save) else broken).append(entry)
     for path in _half_removed(root):
-        remove.append(Entry(path.name, runs.bytes_on_disk(path), "its removal was cut short"))
+        remove.append(Entry(path.name, runs.bytes_on_disk(path), _CUT_SHORT))
     return PrunePlan(root, tuple(keep), tuple(remove), tuple(broken))
 
 
@@ -200,10 +204,10 @@ def _check_still_removable(plan: PrunePlan, name: str) -> None:
 def remove_checkpoint(path: Place) -> None:
     """Remove a checkpoint: under its name at once, in a store by its marker first.
 
-    Raises StorageError or AccessError when the disk refuses; the rest of it then lies there under a hidden name.
+    Raises StorageError or AccessError when the disk refuses; the rest of it then lies there, for the next prune.
     """
     if isinstance(path, StorePath):
-        path.store.remove_below(path.key, first=MARKERS)
+        _remove_in_store(path)
         return
     if path.is_symlink():
         raise StorageError(f"{path} is a link; what it leads to is not removed")
@@ -214,6 +218,15 @@ def remove_checkpoint(path: Place) -> None:
         path.rename(aside)
         fsync_path(path.parent)
     _remove_tree(aside)
+
+
+def _remove_in_store(path: StorePath) -> None:
+    for marker in MARKERS:
+        if (path / marker).is_file():
+            path.store.remove((path / marker).key)
+    with contextlib.suppress(StorageError):  # a full disk behind sftp: removing is what helps
+        path.store.put_bytes((path / _REMOVED_MARK).key, b"removed\n")
+    path.store.remove_below(path.key, last=_REMOVED_MARK)
 
 
 def _remove_staging(path: Path) -> None:

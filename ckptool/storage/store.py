@@ -13,7 +13,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -240,15 +240,13 @@ class Store:
             folders = (self._path(str(parent)) for parent in PurePosixPath(name).parents[:-1])
             self._retried(name, lambda: all(self._fs.remove_if_empty(folder) for folder in folders))
 
-    def remove_below(self, folder: str, first: Collection[str] = ()) -> None:
-        """Remove every file below a folder, those of the names `first` (relative to it) before all others."""
-        names = list(self.below(folder))
-        at_once = [name for name in names if name.removeprefix(f"{folder}/") in first]
-        for name in at_once:
-            self.remove(name)
+    def remove_below(self, folder: str, last: str) -> None:
+        """Remove every file below a folder, the one that is called `last` (relative to it) after all others."""
+        names = [name for name in self.below(folder) if name != f"{folder}/{last}"]
         with ThreadPoolExecutor(NUM_CONNECTIONS, "remove") as workers:
-            for _ in workers.map(self.remove, (name for name in names if name not in at_once)):
+            for _ in workers.map(self.remove, names):
                 pass
+        self.remove(f"{folder}/{last}")
 
     def refresh(self) -> Mapping[str, StoredFile]:
         """List anew."""

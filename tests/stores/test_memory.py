@@ -229,6 +229,28 @@ def test_a_root_in_a_store_is_pruned(memory: Memory, root: Path) -> None:
     assert {name.split("/")[0] for name in names(memory, "/bucket/runs")} == {"step-4"}
 
 
+def test_half_of_one_is_no_checkpoint_and_the_next_prune_finishes_what_a_killed_one_began(
+    memory: Memory, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        copy("step-5", f"{RUNS}/step-{step}", root=root)
+    original = Store.remove
+
+    def remove_and_die(self: Store, name: str) -> None:
+        if name == "step-1/ckptool.json":
+            raise KeyboardInterrupt
+        original(self, name)
+
+    monkeypatch.setattr(Store, "remove", remove_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        ckptool.prune(place(RUNS), keep_last=1)
+    monkeypatch.undo()
+    assert not memory.exists("/bucket/runs/step-1/.metadata") and memory.exists("/bucket/runs/step-1/ckptool.json")
+    assert [s.name for s in ckptool.list_checkpoints(place(RUNS)) if s.complete] == ["step-2"]
+    assert ckptool.prune(place(RUNS), keep_last=1).details["removed"] == ["step-1"]
+    assert {name.split("/")[0] for name in names(memory, "/bucket/runs")} == {"step-2"}
+
+
 @pytest.mark.parametrize(
     ("url", "error", "message"),
     [
