@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from ckptool import AsyncSaver, PendingSave
 from trainer import checkpoint
-from trainer.checkpoint import Origin, TrainingState
+from trainer.checkpoint import TrainingState
 from trainer.config import TrainConfig
 from trainer.metrics import Log
+from trainer.origin import Origin
 from trainer.parallel import Ranks
 from trainer.tiers import Uploads, step_of
 

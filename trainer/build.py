@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from ckptool import DataPosition, UsageError
-from trainer import checkpoint, parallel
-from trainer.checkpoint import Origin, TrainingState, trained_parameters
+from ckptool import DataPosition, MismatchError, UsageError
+from trainer import parallel
+from trainer.checkpoint import TrainingState, trained_parameters
 from trainer.config import TrainConfig
 from trainer.fp8 import has_odd_tokens, use_fp8
 from trainer.lora import Adapter, add_adapter, init_adapter
@@ -21,13 +21,14 @@ from trainer.model import (
     ties_of,
 )
 from trainer.optimizer import build_optimizer
+from trainer.origin import Origin
 from trainer.parallel import Ranks
 from trainer.tensor_parallel import split_tensors
 
 
 def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: DataPosition) -> TrainingState:
     """Model and optimizer, sharded over the ranks; the weights are garbage until a checkpoint is loaded."""
-    dtype = checkpoint.param_dtype(config.param_dtype, origin)
+    dtype = param_dtype(config.param_dtype, origin)
     if config.stochastic_rounding and dtype != torch.bfloat16:
         raise UsageError("--stochastic-rounding is for bf16 weights", hint="--param-dtype bf16")
     adapter, computed = Adapter.of(config, origin.adapter), compute_dtype(config.compute_dtype, ranks.device)
@@ -65,6 +66,27 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
         compiled=config.compile,
     )
     return TrainingState(model, optimizer, ties, position, adapter)
+
+
+def param_dtype(option: str, origin: Origin) -> torch.dtype:
+    """The dtype of the trained weights.
+
+    Raises MismatchError for `keep` when the checkpoint mixes several, and for another one than the resumed run's.
+    """
+    if option != "keep":
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[option]
+        if origin.is_resume and origin.stored_dtypes != (str(dtype).removeprefix("torch."),):
+            raise MismatchError(
+                f"{origin.path} was trained as {', '.join(origin.stored_dtypes)}, and --param-dtype is {option}",
+                hint="--param-dtype keep goes on as before; in another dtype, --init-from begins anew",
+            )
+        return dtype
+    if len(origin.stored_dtypes) != 1:
+        raise MismatchError(
+            f"{origin.path} mixes {', '.join(origin.stored_dtypes)}, so --param-dtype keep has no one dtype",
+            hint="--param-dtype fp32",
+        )
+    return getattr(torch, origin.stored_dtypes[0])
 
 
 def compute_dtype(option: str, device: torch.device) -> torch.dtype:

@@ -13,7 +13,6 @@ from trainer.rounding import RoundedAdamW
 
 _BETAS = (0.9, 0.95)
 
-
 #: The values of --optimizer.
 NAMES = ("adamw", "adamw8bit")
 

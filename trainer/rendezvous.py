@@ -33,6 +33,11 @@ def join(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def is_restart() -> bool:
+    """True when torchrun has started the ranks of this job again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def agree_on_name(store: dist.Store, rank: int, world_size: int, limit_seconds: float = JOIN_SECONDS) -> str:
     """A name that these ranks share and no earlier ones did, whatever those have left in the store.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import ckptool
 from ckptool import LockedError
 from trainer.parallel import Ranks
+from trainer.rendezvous import is_restart
 from trainer.signals import StopSignals
 
 #: A run that was told to stop may still be saving; of a machine that vanished nothing is heard for minutes.
@@ -37,12 +37,12 @@ def sole_run(root: Path, ranks: Ranks, stop: StopSignals, say: Callable[[str], N
 
 def _hold(root: Path, stop: StopSignals, say: Callable[[str], None]) -> Any:
     # Ranks that torchrun has started again are of one job, whose earlier ranks are dead, wherever they were.
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    deadline = time.monotonic() + (0 if is_restart else WAIT_SECONDS)
+    take_over = is_restart()
+    deadline = time.monotonic() + (0 if take_over else WAIT_SECONDS)
     is_waiting = False
     while True:
         try:
-            return ckptool.hold_root(root, take_over=is_restart)
+            return ckptool.hold_root(root, take_over=take_over)
         except LockedError as error:
             if time.monotonic() > deadline or stop.received:
                 raise

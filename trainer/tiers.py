@@ -48,6 +48,22 @@ def newest(config: TrainConfig) -> tuple[Place | None, tuple[tuple[str, str], ..
     return path, tuple(broken.items())
 
 
+def prune(root: Place, config: TrainConfig, in_use: tuple[str, ...], log: Log) -> None:
+    """Remove what the run doesn't keep under a root, now that a newer checkpoint is durable there. Never a reason to
+    stop training."""
+    if not (config.keep_last or config.keep_every):
+        return
+    try:
+        result = ckptool.prune(
+            root, keep_last=config.keep_last, keep_every=config.keep_every, dead_saves=True, in_use=in_use
+        )
+    except CkptoolError as error:
+        log.say(f"old checkpoints were not removed: {error}")
+        return
+    for name, fault in result.details["failed"].items():
+        log.say(f"{name} was not removed: {fault}")
+
+
 class Uploads:
     """Brings checkpoints from the root to `--upload-to`, by `ckptool.copy` in a process beside the training.
 
@@ -115,7 +131,7 @@ class Uploads:
                 if self._fault:
                     self._log.say(self._fault)
                 else:
-                    self._prune()
+                    prune(ckptool.place(self._config.upload_to), self._config, self._in_use, self._log)
             except Exception as error:  # whatever it is, the run must not wait for it for ever
                 shown = ckptool.place(self._config.upload_to)
                 self._fault = f"{path.name} was not brought to {shown}: {type(error).__name__}"
@@ -135,15 +151,6 @@ class Uploads:
         except (OSError, ValueError):  # no answer, or half of one
             fault = "the process that uploads has died"
         return f"{path.name} was not brought to {ckptool.place(target)}: {fault}" if fault else ""
-
-    def _prune(self) -> None:
-        keep_last, keep_every = self._config.keep_last, self._config.keep_every
-        if keep_last or keep_every:
-            try:
-                root = ckptool.place(self._config.upload_to)
-                ckptool.prune(root, keep_last=keep_last, keep_every=keep_every, dead_saves=True, in_use=self._in_use)
-            except CkptoolError as error:
-                self._log.say(f"old checkpoints were not removed: {error}")
 
 
 def _start_process() -> subprocess.Popen[str]:

@@ -15,7 +15,7 @@ from ckptool import CkptoolError
 from trainer import checkpoint, parallel
 from trainer.async_save import Saves, SaveTimes
 from trainer.build import build_state
-from trainer.checkpoint import Origin, TrainingState
+from trainer.checkpoint import TrainingState
 from trainer.compile_cache import CompileCache, count_graphs
 from trainer.config import TrainConfig, parse_profile
 from trainer.curves import parse_boards
@@ -28,6 +28,7 @@ from trainer.loss import batch_loss, use_chunks
 from trainer.memory_advice import MemoryAdvice
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.model import check_positions
+from trainer.origin import Origin, find_origin
 from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
 from trainer.profiling import Profile
@@ -82,7 +83,7 @@ def train(config: TrainConfig, startup: Startup | None = None) -> None:
         check_shared_root(config.work, ranks)
         context.enter_context(sole_run(config.work, ranks, stop, log.say))
         startup.ended("ranks")
-        origin = ranks.from_rank0(lambda: checkpoint.find_origin(config))
+        origin = ranks.from_rank0(lambda: find_origin(config))
         for line in origin.describe():
             log.say(line)
         advice = MemoryAdvice(config, origin.hf_folder, ranks.world_size, ranks.device)

@@ -15,6 +15,7 @@ from tests.trainer.tiny import at_most, make_base, read_lines, run, surviving_sa
 from trainer import checkpoint, parallel
 from trainer.build import build_state
 from trainer.metrics import Log
+from trainer.origin import find_origin
 
 peft = pytest.importorskip("peft", reason="pip install ckptool[lora]")
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_names_its_base(adapted, pristi
 def test_exported_alone_or_merged_it_computes_what_was_trained(adapted, tmp_path):
     with parallel.joined_ranks("cpu") as ranks:
         config = tiny_config(adapted, steps=7, **LORA)
-        origin = checkpoint.find_origin(config)
+        origin = find_origin(config)
         position = ckptool.DataPosition.from_json((adapted / "step-6" / "data_position.json").read_text(), "step-6")
         state = build_state(config, ranks, origin, position)
         checkpoint.resume(state, origin, Log(adapted, rank=0))
@@ -204,7 +205,7 @@ def test_an_imported_adapter_of_uneven_layers_is_trained_with_peft_s_numbers(imp
     assert ckptool.open_checkpoint(root / "step-3").provenance.adapter["config"]["rank_pattern"] == {"down_proj": 2}
     with parallel.joined_ranks("cpu") as ranks:
         config = tiny_config(root, steps=4, init_from="uneven", **LORA)
-        origin = checkpoint.find_origin(config)
+        origin = find_origin(config)
         position = ckptool.DataPosition.from_json((root / "step-3" / "data_position.json").read_text(), "step-3")
         state = build_state(config, ranks, origin, position)
         checkpoint.resume(state, origin, Log(root, rank=0))

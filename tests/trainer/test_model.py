@@ -8,10 +8,11 @@ import transformers
 from ckptool import NotFoundError, UnsupportedError
 from tests.spawn import run_ranks
 from tests.trainer.tiny import run, tiny_config
-from trainer import checkpoint, parallel
+from trainer import parallel
 from trainer.build import build_state
 from trainer.data import TrainingData, prepare
 from trainer.model import build_meta_model, materialize, model_state, named_blocks, recompute_buffers, ties_of
+from trainer.origin import find_origin
 
 SIZES = {
     "vocab_size": 64,
@@ -63,7 +64,7 @@ def built(rank, root):
     """What this rank holds: elements of parameters, whether the tie is one parameter, and the rotary frequencies."""
     config = tiny_config(root)
     with parallel.joined_ranks("cpu") as ranks:
-        state = build_state(config, ranks, checkpoint.find_origin(config), position=None)
+        state = build_state(config, ranks, find_origin(config), position=None)
     model = state.model
     held = sum(parameter.to_local().numel() for parameter in state.parameters().values())
     return held, model.lm_head.weight is model.model.embed_tokens.weight, model.model.rotary_emb.inv_freq.tolist()
@@ -92,7 +93,7 @@ def test_a_buffer_that_nothing_recomputes_is_an_error(pristine):
 def test_wrappers_never_reach_the_names(pristine, change):
     config = tiny_config(pristine)
     with parallel.joined_ranks("cpu") as ranks:
-        origin = checkpoint.find_origin(config)
+        origin = find_origin(config)
         plain = build_state(config, ranks, origin, position=None)
         wrapped = build_state(tiny_config(pristine, **change), ranks, origin, position=None)
     assert list(wrapped.parameters()) == list(plain.parameters())

@@ -19,6 +19,7 @@ from tests.trainer.tiny import make_base, read_lines, run, surviving_samples, ti
 from trainer import checkpoint, parallel
 from trainer.build import build_state
 from trainer.metrics import Log
+from trainer.origin import find_origin
 from trainer.tiers import Uploads
 
 MEASURED = ("tokens_per_second", "step_seconds", "max_memory_bytes", "checkpoint_seconds", "checkpoint_stall_seconds")
@@ -94,7 +95,7 @@ def test_saving_never_changes_training(finished, root):
 
 def test_a_save_before_the_first_step_leaves_the_optimizer_untouched(root):
     config = tiny_config(root)
-    origin = checkpoint.find_origin(config)
+    origin = find_origin(config)
     source = ckptool.DataSource("files", 10)
     position = ckptool.DataPosition.begin([source], seq_len=16, seed=0, global_batch_size=6)
     log = Log(root, rank=0)
@@ -113,7 +114,7 @@ def test_a_save_before_the_first_step_leaves_the_optimizer_untouched(root):
 def test_the_learning_rates_in_the_optimizer_come_back(finished):
     config = tiny_config(finished, steps=20, resume="step-10")
     with parallel.joined_ranks("cpu") as ranks:
-        origin = checkpoint.find_origin(config)
+        origin = find_origin(config)
         position = ckptool.DataPosition.from_json((finished / "step-10" / "data_position.json").read_text(), "step-10")
         state = build_state(config, ranks, origin, position)
         checkpoint.resume(state, origin, Log(finished, rank=0))

@@ -11,7 +11,7 @@ from tests.spawn import skip_without_gpus
 from tests.trainer.processes import start_ranks, wait_for_step
 from tests.trainer.test_exactly_once import write_config
 from tests.trainer.tiny import read_lines, run, surviving_samples, tiny_config
-from trainer import checkpoint
+from trainer.origin import find_origin
 from trainer.signals import StopSignals
 from trainer.train import train
 
@@ -50,14 +50,12 @@ def test_a_second_signal_ends_the_process_at_once_even_inside_a_call_that_never_
 
 
 def test_a_signal_before_the_first_step_trains_nothing(root, monkeypatch):
-    find_origin = checkpoint.find_origin
-
     def signalled(config):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
         return find_origin(config)
 
-    monkeypatch.setattr(checkpoint, "find_origin", signalled)
+    monkeypatch.setattr("trainer.train.find_origin", signalled)
     train(tiny_config(root))
     assert not (root / "metrics.jsonl").exists()
     assert ckptool.find_latest(root) is None
