@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,7 @@ def save(
     ranks = Ranks(process_group)
     target = place(target)
     action = f"saving {target}"
-    digests = ranks.agree(action, lambda: value_digests(Template(state_dict).values))
-    check_same_values(ranks.gather(digests, action))
+    check_same_values(ranks, action, lambda: Template(state_dict).values)
     shared = SharedTarget(target, overwrite, ranks, action)
     try:
         ranks.on_first(action, lambda: write_sidecars(shared.content, provenance, side_folder, position))
@@ -170,8 +169,19 @@ def _digest(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)} {content}"
 
 
-def check_same_values(digests: Sequence[Mapping[str, str]]) -> None:
-    """Compare what `value_digests` gave on each rank. Raises MismatchError naming what differs."""
+def check_same_values(ranks: Ranks, action: str, values: Callable[[], Mapping[str, Any]]) -> None:
+    """Raise MismatchError, on every rank, naming what is not the same on all ranks that hold it.
+
+    A hash of all is compared first: of 10,000 ranks it is one MB, where the digests of a model's plain values are 500.
+    """
+    digests = ranks.agree(action, lambda: value_digests(values()))
+    fingerprint = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()
+    if len(set(ranks.gather(fingerprint, action))) > 1:
+        _compare(ranks.gather(digests, action))
+
+
+def _compare(digests: Sequence[Mapping[str, str]]) -> None:
+    """What `value_digests` gave on each rank."""
     seen: dict[str, set[str]] = {}
     for of_rank in digests:
         for fqn, digest in of_rank.items():

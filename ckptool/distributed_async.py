@@ -22,17 +22,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ckptool.core.box import Box
 from ckptool.core.parts import FileRecord
 from ckptool.core.position import DataPosition
 from ckptool.core.provenance import Provenance
-from ckptool.core.tensors import TensorEntry
-from ckptool.distributed import MAX_COMPARED_BYTES, check_same_values, value_digests, write_sidecars
+from ckptool.distributed import MAX_COMPARED_BYTES, check_same_values, write_sidecars
 from ckptool.errors import CkptoolError
 from ckptool.formats.dcp_sink import DcpFile, DcpSink
 from ckptool.formats.dcp_storage_writer import bare_provenance
 from ckptool.formats.dcp_writers import DcpWriters, Load, write_file
 from ckptool.ranks import Ranks
+from ckptool.save_plan import Description, Held, Plan, SavePlans, Share
 from ckptool.shared_target import SharedTarget
 from ckptool.snapshot import (
     LOAD_BYTES,
@@ -114,6 +113,7 @@ class AsyncSaver:
         else:
             self._group = None
         self._ranks = Ranks(self._group)
+        self._plans = SavePlans(self._ranks)
         self._num_writers = num_writers or _usual_num_writers()
         self._memory: HostMemory | None = None
         self._writers: DcpWriters | None = None
@@ -270,28 +270,27 @@ class AsyncSaver:
     def _write(self, work: _Work, snapshot: Snapshot) -> None:
         """What `ckptool.save` does, from a snapshot."""
         ranks, action = self._ranks, f"saving {work.target}"
-        digests = ranks.agree(action, lambda: value_digests(snapshot.not_split(MAX_COMPARED_BYTES)))
-        check_same_values(ranks.gather(digests, action))
-        held = _Held(snapshot.entries, snapshot.boxes, tuple(snapshot.values), work.paths)
-        plan = _Plan.of(ranks.gather(held, action))
+        check_same_values(ranks, action, lambda: snapshot.not_split(MAX_COMPARED_BYTES))
+        description = Description(snapshot.entries, tuple(snapshot.values), work.paths)
+        share, plan = self._plans.of(Held(description, snapshot.boxes), action)
         shared = SharedTarget(work.target, work.overwrite, ranks, action)
         try:
             content = shared.content
             ranks.on_first(action, lambda: write_sidecars(content, work.provenance, work.side_folder, work.position))
-            written = ranks.agree(action, lambda: self._write_files(content, snapshot, plan))
-            records = [record for of_rank in ranks.gather(written, action) for record in of_rank]
-            sink = DcpSink(content, plan.tensors, plan.paths, work.ties)
-            ranks.on_first(action, lambda: sink.finish(records))
+            written = ranks.agree(action, lambda: self._write_files(content, snapshot, share))
+            records = [record for of_rank in ranks.gather_on_first(written, action) for record in of_rank]
+            whole = cast(Plan, plan)  # the first rank has it
+            ranks.on_first(action, lambda: DcpSink(content, whole.tensors, whole.paths, work.ties).finish(records))
             shared.sent({record.file: record.blake3 for record in written})
             shared.publish()
         except BaseException:
             shared.discard()
             raise
 
-    def _write_files(self, content: Path, snapshot: Snapshot, plan: _Plan) -> list[FileRecord]:
+    def _write_files(self, content: Path, snapshot: Snapshot, share: Share) -> list[FileRecord]:
         """This rank's part of the tensors, and of the plain values."""
         memory, writers = cast(HostMemory, self._memory), self._writers
-        files = plan.files_of(self._ranks.rank, self._num_writers if writers else 1)
+        files = _files_of(snapshot, share.fqns, self._num_writers if writers else 1)
         paths = [content / f"__{self._ranks.rank}_{number}.distcp" for number in range(1, len(files) + 1)]
         loads = _in_turn([loads_of(snapshot, fqns) for fqns in files])
         free: list[int] | None = None
@@ -301,15 +300,14 @@ class AsyncSaver:
             loads = ((number, ring.fill(load, snapshot)) for number, load in loads)
         snapshot.wait_until_copied()
         if writers is not None:
-            records = writers.write(paths, plan.tensors, loads, free)
+            records = writers.write(paths, snapshot.entries, loads, free)
         else:
             here, view = (load for _, load in loads), memoryview(memory.shared.map)
-            records = [write_file(path, plan.tensors, here, view, free) for path in paths]
-        objects = [fqn for fqn, rank in plan.objects.items() if rank == self._ranks.rank]
-        if objects:
+            records = [write_file(path, snapshot.entries, here, view, free) for path in paths]
+        if share.objects:
             file = DcpFile(content / f"__{self._ranks.rank}_0.distcp", {}, BUFFER_BYTES)
             try:
-                for fqn in objects:
+                for fqn in share.objects:
                     file.write_object(fqn, _blob(snapshot.values[fqn]))
             except BaseException:
                 file.abandon()
@@ -325,64 +323,17 @@ class AsyncSaver:
         self._writers = self._memory = None
 
 
-@dataclass(frozen=True)
-class _Held:
-    """What one rank has of a state, without its bytes."""
-
-    entries: Mapping[str, TensorEntry]
-    boxes: Mapping[str, Box]
-    objects: tuple[str, ...]
-    paths: Mapping[str, tuple[str | int, ...]]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Who writes what, equal on all ranks. `shards` are (fqn, region, rank that writes it), `objects` fqn -> rank."""
-
-    tensors: dict[str, TensorEntry]
-    shards: list[tuple[str, Box, int]]
-    objects: dict[str, int]
-    paths: dict[str, tuple[str | int, ...]]
-
-    @classmethod
-    def of(cls, held: Sequence[_Held]) -> _Plan:
-        """Of what several ranks hold, that one writes which has least to write so far."""
-        tensors: dict[str, TensorEntry] = {}
-        holders: dict[tuple[str, Box], list[int]] = {}
-        objects: dict[str, int] = {}
-        paths: dict[str, tuple[str | int, ...]] = {}
-        for rank, part in enumerate(held):
-            tensors |= part.entries
-            paths |= part.paths
-            for fqn, box in part.boxes.items():
-                if box.num_elements or not part.entries[fqn].num_elements:
-                    holders.setdefault((fqn, box), []).append(rank)
-            for fqn in part.objects:
-                objects.setdefault(fqn, rank)
-        load_bytes = [0] * len(held)
-        shards = []
-        for (fqn, box), ranks in sorted(holders.items(), key=lambda item: len(item[1])):
-            writer = min(ranks, key=lambda rank: load_bytes[rank])
-            load_bytes[writer] += box.num_elements * tensors[fqn].itemsize_bytes
-            shards.append((fqn, box, writer))
-        return cls(tensors, shards, objects, paths)
-
-    def files_of(self, rank: int, max_files: int) -> list[list[str]]:
-        """The shards that a rank writes, dealt to files of about the same size; no file is empty."""
-        mine = [
-            (box.num_elements * self.tensors[fqn].itemsize_bytes, fqn)
-            for fqn, box, writer in self.shards
-            if writer == rank
-        ]
-        total = sum(num_bytes for num_bytes, _ in mine)
-        num_files = max(1, min(max_files, total // LOAD_BYTES))
-        files: list[list[str]] = [[] for _ in range(num_files)]
-        sizes = [0] * num_files
-        for num_bytes, fqn in sorted(mine, key=lambda item: -item[0]):
-            smallest = sizes.index(min(sizes))
-            files[smallest].append(fqn)
-            sizes[smallest] += num_bytes
-        return [file for file in files if file]
+def _files_of(snapshot: Snapshot, fqns: Sequence[str], max_files: int) -> list[list[str]]:
+    """The tensors that this rank writes, dealt to files of about the same size; no file is empty."""
+    sizes_bytes = {fqn: snapshot.boxes[fqn].num_elements * snapshot.entries[fqn].itemsize_bytes for fqn in fqns}
+    num_files = max(1, min(max_files, sum(sizes_bytes.values()) // LOAD_BYTES))
+    files: list[list[str]] = [[] for _ in range(num_files)]
+    filled_bytes = [0] * num_files
+    for fqn in sorted(fqns, key=lambda fqn: -sizes_bytes[fqn]):
+        smallest = filled_bytes.index(min(filled_bytes))
+        files[smallest].append(fqn)
+        filled_bytes[smallest] += sizes_bytes[fqn]
+    return [file for file in files if file]
 
 
 def _in_turn(files: Sequence[Iterator[Load]]) -> Iterator[tuple[int, Load]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -44,6 +44,25 @@ class Ranks:
         with self.lost_contact(action):
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_on_first(self, value: Value, action: str) -> list[Value]:
+        """Every rank's value, in rank order, on the first rank; nothing on the others. Raises as `gather` does."""
+        if not self.is_distributed:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        with self.lost_contact(action):
+            dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values or []
+
+    def from_first(self, values: Sequence[Value], action: str) -> Value:
+        """This rank's one of the values that the first rank gives, one for each rank. Raises as `gather` does."""
+        if not self.is_distributed:
+            return values[0]
+        mine: list[Any] = [None]
+        with self.lost_contact(action):
+            given = list(values) if self.rank == 0 else None
+            dist.scatter_object_list(mine, given, group=self.group, group_src=0)
+        return mine[0]
 
     def agree(self, action: str, step: Callable[[], Value]) -> Value:
         """Take `step` on every rank and return its own result; when any failed, raise the first one's error on all."""

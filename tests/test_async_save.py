@@ -18,8 +18,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptool
 from ckptool import AsyncSaver, MismatchError, NotFoundError, TargetExistsError, distributed_async
-from ckptool.core.box import Box
-from ckptool.core.tensors import TensorEntry
 from ckptool.errors import StorageError
 from tests.spawn import run_ranks
 
@@ -191,15 +189,3 @@ def test_the_error_of_the_last_save_is_seen_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "step-3" / "something").touch()
     done = run_script(tmp_path, "ends")
     assert "step-3 already exists" in done.stderr
-
-
-def test_what_several_ranks_hold_is_shared_out_among_them() -> None:
-    entries = {name: TensorEntry(name, "float32", (10, 10), ()) for name in "abcd"}
-    boxes = {name: Box.whole((10, 10)) for name in "abcd"}
-    paths: dict[str, tuple[str | int, ...]] = {name: (name,) for name in "abcd"}
-    held = distributed_async._Held(entries, boxes, ("step",), paths)
-    plan = distributed_async._Plan.of([held, held])
-    files = [plan.files_of(rank, 8) for rank in (0, 1)]
-    assert [len(file) for of_rank in files for file in of_rank] == [2, 2]
-    assert sorted(name for of_rank in files for file in of_rank for name in file) == list("abcd")
-    assert plan.objects == {"step": 0}
