@@ -45,7 +45,7 @@ class MemoryAdvice:
             ) from error
 
     def _ways_out(self) -> list[str]:
-        """What still can be changed, in the order of docs/howto/train.md; each with its need if made alone."""
+        """What still can be changed, in the order of docs/howto/train-memory.md; each with its need if made alone."""
         config, ways = self.config, []
         half = replace(config, micro_batch_size=config.micro_batch_size // 2)
         if half.micro_batch_size and self._is_less(half):
