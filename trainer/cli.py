@@ -100,7 +100,7 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option(
     "--schedule",
-    "The learning rate after the warmup: falls to 0 at --steps, or stays.",
+    "The learning rate after the warmup: falls to 0 at --steps, or stays (constant: when more --steps may follow).",
     type=click.Choice(["cosine", "linear", "constant"]),
     default="cosine",
 )
@@ -112,10 +112,16 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     default="adamw",
 )
 @_option(
-    "--weight-decay", "AdamW weight decay of tensors with two or more dims.", type=click.FloatRange(0), default=0.1
+    "--weight-decay",
+    "AdamW weight decay of tensors with two or more dims, times the learning rate; 0: none.",
+    type=click.FloatRange(0),
+    default=0.1,
 )
 @_option(
-    "--grad-clip", "Largest gradient norm, that of all ranks; 0 doesn't clip.", type=click.FloatRange(0), default=1.0
+    "--grad-clip",
+    "Largest gradient norm, that of all ranks; 0 doesn't clip. Lower when single steps make the loss jump.",
+    type=click.FloatRange(0),
+    default=1.0,
 )
 @_option(
     "--on-nonfinite",
@@ -142,19 +148,20 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 @_option(
     "--async-save/--no-async-save",
     "Write checkpoints while training goes on, from a copy of the state: on the GPU, or in host memory where that "
-    "doesn't fit.",
+    "doesn't fit. Without, when neither has room for one.",
     default=True,
 )
 @_option(
     "--keep-last",
-    "After each save remove older checkpoints of the run, but for the newest K and pinned ones; 0 keeps all.",
+    "When disks fill up: after each save remove older checkpoints of the run, but for the newest K and pinned ones; 0 "
+    "keeps all.",
     type=click.IntRange(0),
     metavar="K",
     default=0,
 )
 @_option(
     "--keep-every",
-    "Keep those whose step is a multiple of N as well; 0 is no such rule.",
+    "As --keep-last, but for those whose step is a multiple of N; with both, either keeps one. 0 is no such rule.",
     type=click.IntRange(0),
     metavar="N",
     default=0,
@@ -181,7 +188,12 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     metavar="URL",
     default="",
 )
-@_option("--upload-mb-per-s", "MB/s that --upload-to may use; 0 is no limit.", type=click.FloatRange(0), default=0)
+@_option(
+    "--upload-mb-per-s",
+    "MB/s that --upload-to may use, when others need the network; 0 is no limit.",
+    type=click.FloatRange(0),
+    default=0,
+)
 @_option(
     "--resume",
     "auto: the newest complete step-N under the root, else --init-from. never: begin at --init-from. "
@@ -196,7 +208,7 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     metavar="REASON",
     default="",
 )
-@_option("--seed", "Order of the data, and dropout.", type=int, default=0)
+@_option("--seed", "Order of the data, and dropout: another for a run to compare with.", type=int, default=0)
 @_option("--device", "auto: cuda where there is one.", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 @_option(
     "--dp-replicate",
@@ -249,15 +261,16 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option(
     "--fp8",
-    "Matrix products of the blocks in 8-bit floats: on GPUs from Ada and Hopper on, with --compile. tensorwise: one "
-    "scale a tensor. rowwise: one a row, so that a large number harms its row alone. Checkpoints stay as they are.",
+    "For speed, matrix products of the blocks in 8-bit floats: on GPUs from Ada and Hopper on, with --compile. "
+    "tensorwise: one scale a tensor. rowwise: one a row, so that a large number harms its row alone. Checkpoints stay "
+    "as they are.",
     type=click.Choice(["none", "tensorwise", "rowwise"]),
     default="none",
 )
 @_option(
     "--loss",
     "chunked: the output head and the cross-entropy some tokens at a time, never the logits of all in memory (a model "
-    "that changes its logits after the head has the plain loss all the same). plain: all at once.",
+    "that changes its logits after the head has the plain loss all the same). plain: all at once, to compare.",
     type=click.Choice(["chunked", "plain"]),
     default="chunked",
 )
@@ -280,7 +293,8 @@ def _option(name: str, help: str, **settings: Any) -> Any:
 )
 @_option(
     "--profile",
-    "Write a torch.profiler trace of N steps from STEP on to ROOT/profile and print where their time went.",
+    "When steps are slow: write a torch.profiler trace of N steps from STEP on to ROOT/profile, and print where their "
+    "time went.",
     metavar="STEP:N",
     default="",
 )
@@ -291,10 +305,16 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     type=click.IntRange(0),
     default=500,
 )
-@_option("--eval-units", "At most so many units of --eval-data.", type=click.IntRange(1), default=256)
+@_option(
+    "--eval-units",
+    "At most so many units of --eval-data: more for a steadier loss.",
+    type=click.IntRange(1),
+    default=256,
+)
 @_option(
     "--param-dtype",
-    "Dtype of the trained weights and optimizer state; keep: as stored.",
+    "Dtype of the trained weights and optimizer state; keep: as stored. When memory is short, bf16 with "
+    "--stochastic-rounding.",
     type=click.Choice(["fp32", "bf16", "keep"]),
     default="fp32",
 )
@@ -330,7 +350,11 @@ def _option(name: str, help: str, **settings: Any) -> Any:
     type=click.Choice(["auto", "bf16", "fp32"]),
     default="auto",
 )
-@_option("--log-samples/--no-log-samples", "Append every step's window numbers to samples.jsonl.", default=False)
+@_option(
+    "--log-samples/--no-log-samples",
+    "Append every step's unit numbers to samples.jsonl, to prove that each was trained once.",
+    default=False,
+)
 def command(data: tuple[str, ...], more_data: tuple[str, ...], **options: Any) -> None:
     """Train a causal language model with FSDP2, from a checkpoint that `ckptool import-hf` made.
 

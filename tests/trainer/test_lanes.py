@@ -11,14 +11,8 @@ import pytest
 import ckptool
 from ckptool import DamagedError, MismatchError, NotFoundError, StorageError, UnsupportedError, UsageError
 from tests.trainer.tiny import make_tokenizer, run
-from trainer.sources.lanes import (
-    LaneReader,
-    Lanes,
-    check_resumable,
-    open_stream,
-    split_into_lanes,
-    stream_fingerprint,
-)
+from trainer.sources.lanes import LaneReader, Lanes, open_stream, split_into_lanes, stream_fingerprint
+from trainer.sources.resumable import check_resumable
 from trainer.sources.spec import SourceSpec, parse_sources
 
 NUM_ROWS = 60
