@@ -199,8 +199,8 @@ class LoadReader(SourceReader):
         self._uneven = plan.storage_data or frozenset()
         return super().read_data(plan, planner)
 
-    def _is_read_alone(self, fqn: str) -> bool:
-        return fqn in self._uneven
+    def _is_read_alone(self, fqn: str, chunk: Chunk, box: Box, target: torch.Tensor) -> bool:
+        return fqn in self._uneven or super()._is_read_alone(fqn, chunk, box, target)
 
     def _fill(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
         if fqn in self._uneven:

@@ -23,6 +23,7 @@ from ckptool.core.box import Box
 from ckptool.core.interfaces import StoreRange
 from ckptool.core.tensors import Chunk
 from ckptool.errors import CkptoolError, DamagedError, MismatchError
+from ckptool.formats import tensor_reads
 from ckptool.formats.dcp_source import DcpSource, load_blob
 from ckptool.formats.dcp_torch import stored_chunks, to_torch_metadata
 from ckptool.formats.tensor_reads import TensorReads
@@ -30,6 +31,9 @@ from ckptool.storage.fetch_ahead import FetchAhead
 from ckptool.storage.files import explain_os_error
 from ckptool.storage.place import place
 from ckptool.storage.store_path import StorePath
+
+#: Files that a thread keeps open. Reads come in their order, and threads may be several.
+_MAX_OPEN = 8
 
 
 @contextlib.contextmanager
@@ -96,11 +100,8 @@ class SourceReader(TorchStorageReader):
         with plain_errors(Path(self.checkpoint_id)):
             reads = [(item, self._chunk_of(item)) for item in plan.items if item.type != LoadItemType.BYTE_IO]
             reads.sort(key=_place)
-            in_order = isinstance(self._source.reader.root, StorePath)  # which fetches ahead itself
-            with (
-                FetchAhead(self._ranges(i, c) for i, c in reads) as ahead,
-                TensorReads(self._fill, in_order) as tensors,
-            ):
+            self._source.reader.max_open = _MAX_OPEN
+            with FetchAhead(self._ranges(i, c) for i, c in reads) as ahead, TensorReads(self._fill) as tensors:
                 for item, chunk in reads:
                     self._read_tensor(item, chunk, planner, tensors, ahead)
             for item in plan.items:
@@ -145,17 +146,21 @@ class SourceReader(TorchStorageReader):
             planner.commit_tensor(item, target)
             ahead.passed()
 
-        if not box.num_elements:
-            tensors.wait()
-            done()
-        elif self._is_read_alone(fqn):
+        if box.num_elements and self._is_read_alone(fqn, chunk, box, target):
             tensors.read_alone(fqn, chunk, box, target, dtype, done)
         else:
             tensors.add(fqn, chunk, box, target, dtype, done)
 
-    def _is_read_alone(self, fqn: str) -> bool:
-        """True for a tensor beside which no other may be read."""
-        return False
+    def _is_read_alone(self, fqn: str, chunk: Chunk, box: Box, target: torch.Tensor) -> bool:
+        """True for what is read as a whole and while nothing else is.
+
+        From a store, which is asked for much at a time and ahead; a large chunk with another order of dims in the file,
+        all of which must be in memory; and a tensor of a class of its own, whose parts may be no places to write to.
+        """
+        is_stored_elsewhere = isinstance(self._source.reader.root, StorePath)
+        is_large = box.num_elements * self._source.manifest.tensors[fqn].itemsize_bytes > tensor_reads.PIECE_BYTES
+        is_plain = type(target) is torch.Tensor
+        return is_stored_elsewhere or not is_plain or (is_large and self._source.is_turned(fqn, chunk))
 
     def _fill(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
         """Read the part `box` of a tensor, which lies in `chunk`, into `data`."""

@@ -65,6 +65,10 @@ class DcpSource:
         """As `read_into`, of a box that lies in one stored chunk, which the caller has found."""
         self._read_part(self.manifest.tensors[fqn], chunk, box, box, out.cast("B"))
 
+    def is_turned(self, fqn: str, chunk: Chunk) -> bool:
+        """Whether a chunk's elements lie in the file in another order than C's, so that all are read for any."""
+        return not self._stored(self.manifest.tensors[fqn], chunk)[1].is_contiguous
+
     def read_object(self, fqn: str) -> bytes:
         """The stored `torch.save` blob of an object entry."""
         locator = self.manifest.objects[fqn].locator

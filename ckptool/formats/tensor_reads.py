@@ -21,7 +21,7 @@ from ckptool.core.box import Box
 from ckptool.core.tensors import Chunk
 from ckptool.formats.casts import check_overflow
 from ckptool.formats.dcp_source import slices
-from ckptool.formats.host_memory import HostMemory
+from ckptool.formats.host_memory import PinnedSlots
 from ckptool.planner import usable_cores
 
 #: What a thread reads and copies at a time.
@@ -61,37 +61,33 @@ class _Piece:
 
 @dataclass
 class _Batch:
-    """Pieces that one thread reads, one after another, and what to do when they are there."""
+    """Pieces that one thread reads, one after another, and what to do when they are there.
+
+    Those that are for a GPU are for one, `device`.
+    """
 
     pieces: list[_Piece] = field(default_factory=list)
     num_bytes: int = 0
+    device: torch.device | None = None
     done: list[Callable[[], None]] = field(default_factory=list)
-
-
-@dataclass
-class _Slot:
-    """Room for a batch in pinned memory; free when the copy from it has `passed`."""
-
-    memory: torch.Tensor
-    passed: torch.cuda.Event
 
 
 class TensorReads:
     """A context in which tensors are read: all are there at its end. `fill` is called by several threads.
 
-    What `fill` raises is raised here, by `add` or at the end. With `in_order`, for stores, one batch is read at a time.
+    What `fill` raises is raised here, by `add` or at the end.
     """
 
-    def __init__(self, fill: Fill, in_order: bool = False) -> None:
+    def __init__(self, fill: Fill) -> None:
         self._fill = fill
-        self._num_threads = 1 if in_order else num_threads()
+        self._num_threads = num_threads()
         self._threads = ThreadPoolExecutor(self._num_threads, "tensors")
-        self._slots = threading.local()
-        self._slots_lock = threading.Lock()
-        self._memory: HostMemory | None = None
-        self._num_slots = 0
+        self._is_inference = torch.is_inference_mode_enabled()  # which holds for one thread only
+        self._of_thread = threading.local()
+        self._slots: list[PinnedSlots] = []
         self._batch = _Batch()
         self._running: deque[tuple[_Batch, Future[torch.cuda.Event | None]]] = deque()
+        self._being_read = _Regions()
 
     def __enter__(self) -> TensorReads:
         return self
@@ -102,21 +98,28 @@ class TensorReads:
                 self.wait()
         finally:
             self._threads.shutdown(cancel_futures=True)
-            if self._memory is not None:
-                torch.cuda.synchronize()
-                self._slots = threading.local()
-                self._memory.close()
+            for slots in self._slots:
+                slots.close()
 
     def add(
         self, fqn: str, chunk: Chunk, box: Box, target: torch.Tensor, dtype: torch.dtype, done: Callable[[], None]
     ) -> None:
         """Read `box`, a part of the whole tensor that lies in `chunk`, into `target` of its sizes, casting from
-        `dtype`; `done` is called by this thread when it is there."""
+        `dtype`; `done` is called by this thread when it is there, in the order of the calls."""
+        if not box.num_elements:
+            self._batch.done.append(done)
+            return
+        if self._being_read.overlap(target):
+            self.wait()  # a planner may use memory again once a read is done, and of two names for one the last wins
+        self._being_read.add(target)
         ready = torch.cuda.current_stream(target.device).record_event() if target.is_cuda else None
         for part in _parts(box, chunk, dtype.itemsize):
             piece = _Piece(fqn, chunk, part, dtype, target[slices(part.local_to(box))], ready)
-            if self._batch.num_bytes + _aligned(piece.num_bytes) > PIECE_BYTES:
+            is_for_another = target.is_cuda and self._batch.device not in (None, target.device)
+            if is_for_another or self._batch.num_bytes + _aligned(piece.num_bytes) > PIECE_BYTES:
                 self._submit()
+            if target.is_cuda:
+                self._batch.device = target.device
             self._batch.pieces.append(piece)
             self._batch.num_bytes += _aligned(piece.num_bytes)
         self._batch.done.append(done)
@@ -126,9 +129,7 @@ class TensorReads:
     ) -> None:
         """As `add`, in one piece and while nothing else is read."""
         self.wait()
-        stored = torch.empty(box.sizes, dtype=dtype)
-        self._fill(fqn, chunk, box, _bytes_of(stored))
-        _copy(fqn, stored, target)
+        self._read_at_once(_Piece(fqn, chunk, box, dtype, target, None))
         done()
 
     def wait(self) -> None:
@@ -136,6 +137,7 @@ class TensorReads:
         self._submit()
         while self._running:
             self._finish_one()
+        self._being_read.clear()
 
     def _submit(self) -> None:
         batch, self._batch = self._batch, _Batch()
@@ -155,64 +157,90 @@ class TensorReads:
 
     def _read(self, batch: _Batch) -> torch.cuda.Event | None:
         """A thread's work; an event that is over when a GPU has everything."""
-        device = next((piece.target.device for piece in batch.pieces if piece.target.is_cuda), None)
-        if device is None:
-            for piece in batch.pieces:
-                self._read_on_cpu(piece)
-            return None
-        with torch.cuda.device(device):
-            slot = self._free_slot(device)
-            with torch.cuda.stream(self._slots.stream):
-                start = 0
+        with torch.inference_mode(self._is_inference):
+            if batch.device is None:
                 for piece in batch.pieces:
-                    if piece.target.is_cuda:
-                        self._read_to_gpu(piece, slot.memory[start : start + piece.num_bytes])
-                    else:
-                        self._read_on_cpu(piece)
-                    start += _aligned(piece.num_bytes)
-                slot.passed.record()
-        return slot.passed
+                    self._read_at_once(piece)
+                return None
+            with torch.cuda.device(batch.device):
+                slots = self._slots_of_thread()
+                stream = slots.stream(batch.device)
+                with torch.cuda.stream(stream):
+                    memory = slots.next_free()
+                    start = 0
+                    for piece in batch.pieces:
+                        if piece.target.is_cuda:
+                            self._read_to_gpu(piece, memory[start : start + piece.num_bytes], stream)
+                        else:
+                            self._read_at_once(piece)
+                        start += _aligned(piece.num_bytes)
+                    return slots.sent(stream)
 
-    def _read_on_cpu(self, piece: _Piece) -> None:
-        stored = piece.target if piece.is_direct else torch.empty(piece.box.sizes, dtype=piece.dtype)
+    def _read_at_once(self, piece: _Piece) -> None:
+        """The whole piece; into memory that isn't pinned, where it can't be read to where it belongs."""
+        stored = piece.target if piece.is_direct else torch.empty(piece.box.sizes, dtype=piece.dtype, device="cpu")
         self._fill(piece.fqn, piece.chunk, piece.box, _bytes_of(stored))
         if not piece.is_direct:
             _copy(piece.fqn, stored, piece.target)
 
-    def _read_to_gpu(self, piece: _Piece, memory: torch.Tensor) -> None:
+    def _read_to_gpu(self, piece: _Piece, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Fill the memory, and begin to copy it. A piece may be too large for it: rows that aren't cut any further."""
-        is_pinned = memory.nbytes == piece.num_bytes
-        raw = memory if is_pinned else torch.empty(piece.num_bytes, dtype=torch.uint8)
-        self._fill(piece.fqn, piece.chunk, piece.box, memoryview(raw.numpy().data))
-        self._slots.stream.wait_event(piece.ready)
-        stored = raw.view(piece.dtype).view(piece.box.sizes)
+        assert piece.ready is not None
+        stream.wait_event(piece.ready)
+        if memory.nbytes < piece.num_bytes:
+            self._read_at_once(piece)
+            return
+        self._fill(piece.fqn, piece.chunk, piece.box, memoryview(memory.numpy().data))
+        stored = memory.view(piece.dtype).view(piece.box.sizes)
         # Cast there: on the host it would take a core, and memory that isn't pinned.
-        there = stored if piece.dtype == piece.target.dtype else stored.to(piece.target.device, non_blocking=is_pinned)
-        _copy(piece.fqn, there, piece.target, non_blocking=is_pinned)
+        there = stored if piece.dtype == piece.target.dtype else stored.to(piece.target.device, non_blocking=True)
+        _copy(piece.fqn, there, piece.target, non_blocking=True)
 
-    def _free_slot(self, device: torch.device) -> _Slot:
-        """This thread's slot whose content is the longest on its way, once it has arrived."""
-        if not hasattr(self._slots, "all"):
-            self._slots.stream = torch.cuda.Stream(device)
-            self._slots.all = deque(_Slot(memory, torch.cuda.Event()) for memory in self._pinned())
-        slots: deque[_Slot] = self._slots.all
-        slots.rotate()
-        slots[0].passed.synchronize()
-        return slots[0]
+    def _slots_of_thread(self) -> PinnedSlots:
+        if not hasattr(self._of_thread, "slots"):
+            self._of_thread.slots = PinnedSlots(_NUM_SLOTS, PIECE_BYTES)
+            self._slots.append(self._of_thread.slots)
+        return self._of_thread.slots
 
-    def _pinned(self) -> list[torch.Tensor]:
-        """The next thread's part of the pinned memory."""
-        with self._slots_lock:
-            if self._memory is None:
-                self._memory = HostMemory(self._num_threads * _NUM_SLOTS * PIECE_BYTES, pin=True)
-            first, self._num_slots = self._num_slots, self._num_slots + _NUM_SLOTS
-        return [self._memory.bytes[i * PIECE_BYTES :][:PIECE_BYTES] for i in range(first, first + _NUM_SLOTS)]
+
+class _Regions:
+    """Where the targets of reads that aren't done lie: by storage, the bytes from the first to the last."""
+
+    def __init__(self) -> None:
+        self._of_storage: dict[int, tuple[int, int, tuple[int, ...] | None]] = {}
+        self._starts: set[int] = set()
+
+    def overlap(self, target: torch.Tensor) -> bool:
+        """Whether an element of `target` may be one of another target's. Columns of one tensor are told apart."""
+        storage, (start, end, strides) = _region(target)
+        if start in self._starts:
+            return True
+        first, last, others = self._of_storage.get(storage, (end, start, None))
+        return start < last and first < end and (strides is None or strides != others)
+
+    def add(self, target: torch.Tensor) -> None:
+        storage, (start, end, strides) = _region(target)
+        first, last, others = self._of_storage.get(storage, (start, end, strides))
+        self._of_storage[storage] = min(start, first), max(end, last), strides if strides == others else None
+        self._starts.add(start)
+
+    def clear(self) -> None:
+        self._of_storage.clear()
+        self._starts.clear()
+
+
+def _region(tensor: torch.Tensor) -> tuple[int, tuple[int, int, tuple[int, ...] | None]]:
+    """The address of a tensor's storage, those of its first byte and after its last, and its strides if it has gaps."""
+    num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    strides = tensor.stride() if num_spanned > tensor.numel() else None
+    return tensor.untyped_storage().data_ptr(), (start, start + num_spanned * tensor.itemsize, strides)
 
 
 def num_threads() -> int:
     """As many as this rank's share of the host's cores; two at least, of which one may wait for a disk."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(2, min(_MAX_THREADS, usable_cores() // max(1, int(ranks) if ranks.isdigit() else 1)))
+    return max(2, min(_MAX_THREADS, usable_cores() // max(1, int(ranks) if ranks.isdecimal() else 1)))
 
 
 def _parts(box: Box, chunk: Chunk, itemsize_bytes: int) -> list[Box]:
@@ -231,7 +259,8 @@ def _copy(fqn: str, stored: torch.Tensor, target: torch.Tensor, non_blocking: bo
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    # Not reshape(-1): of a single element it can keep a stride, with which there is no view of bytes.
+    return memoryview(tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data)
 
 
 def _aligned(num_bytes: int) -> int:

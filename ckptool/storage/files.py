@@ -10,6 +10,7 @@ import re
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -68,6 +69,20 @@ def fresh_handle(attempt: Callable[[], Value]) -> Value:
     return attempt()
 
 
+class _OpenFiles:
+    """The descriptors of one thread, by name. Closed when nobody has them any more: when the thread ends."""
+
+    def __init__(self) -> None:
+        self.fds: dict[str, int] = {}
+
+    def close(self) -> None:
+        while self.fds:
+            os.close(self.fds.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class RangeReader:
     """Positional reads of the files below one folder; each thread keeps at most `max_open` of them open.
 
@@ -77,9 +92,9 @@ class RangeReader:
     def __init__(self, root: Path, max_open: int = 64) -> None:
         self.root: Place = root
         self._folder = root
-        self._max_open = max_open
+        self.max_open = max_open
         self._of_thread = threading.local()
-        self._all_fds: list[dict[str, int]] = []
+        self._all_open: weakref.WeakSet[_OpenFiles] = weakref.WeakSet()
 
     def path_of(self, name: str) -> Place:
         """The path of a file inside the folder. Raises UnsafeError for names that point outside."""
@@ -102,7 +117,7 @@ class RangeReader:
                         )
                     done += count
             except OSError:
-                os.close(self._of_thread.fds.pop(name))
+                os.close(self._of_thread.open.fds.pop(name))
                 raise
 
         with os_errors(self.root / name):
@@ -119,18 +134,16 @@ class RangeReader:
 
     def close(self) -> None:
         """No thread may be reading any more."""
-        for fds in self._all_fds:
-            for fd in fds.values():
-                os.close(fd)
-            fds.clear()
+        for opened in self._all_open:
+            opened.close()
 
     def _open(self, name: str) -> int:
-        fds: dict[str, int] | None = getattr(self._of_thread, "fds", None)
-        if fds is None:
-            fds = self._of_thread.fds = {}
-            self._all_fds.append(fds)
+        if not hasattr(self._of_thread, "open"):
+            self._of_thread.open = _OpenFiles()
+            self._all_open.add(self._of_thread.open)
+        fds: dict[str, int] = self._of_thread.open.fds
         if name not in fds:
-            if len(fds) >= self._max_open:
+            if len(fds) >= self.max_open:
                 os.close(fds.pop(next(iter(fds))))
             fds[name] = open_regular(safe_join(self._folder, name))
         return fds[name]

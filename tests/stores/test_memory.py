@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +291,32 @@ def test_torch_s_own_load_reads_a_store_and_its_save_is_told_what_does(memory: M
     assert state[fqn].any()
     with pytest.raises(UnsupportedError, match=r"memory://\*\*\*@bucket/x: StorageWriter writes to folders only"):
         ckptool.StorageWriter("memory://me:hunter2@bucket/x")
+
+
+def test_a_load_asks_for_a_large_tensor_all_at_once_and_for_nothing_twice(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {f"t{i}": torch.rand(12 << 20) for i in range(2)}
+    ckptool.save(stored, tmp_path / "c", provenance=ckptool.Provenance("0"))
+    memory.put(str(tmp_path / "c") + "/", "/bucket/c/", recursive=True)
+    asked: list[int] = []
+    at_a_time: list[int] = []
+    lock = threading.Lock()
+    original = Store._read_into
+
+    def counted(self: Store, name: str, known: Any, offset_bytes: int, out: memoryview, *more: Any) -> None:
+        with lock:
+            asked.append(len(out))
+            at_a_time.append((at_a_time[-1] if at_a_time else 0) + 1)
+        time.sleep(0.02)
+        original(self, name, known, offset_bytes, out, *more)
+        with lock:
+            at_a_time.append(at_a_time[-1] - 1)
+
+    monkeypatch.setattr(Store, "_read_into", counted)
+    state = {name: torch.zeros_like(tensor) for name, tensor in stored.items()}
+    ckptool.load(state, "memory://bucket/c")
+    assert all(torch.equal(state[name], tensor) for name, tensor in stored.items())
+    num_bytes = sum(tensor.nbytes for tensor in stored.values())
+    assert num_bytes < sum(asked) < num_bytes + (1 << 20)
+    assert max(at_a_time) > 4
