@@ -217,19 +217,19 @@ def run_steps(run: Run) -> None:
             rank_probe_seconds=seconds_of_ranks(times, "probe"),
         )
         log.metrics(metrics)
-        if (
-            state.step % config.log_every == 0
-            or saves.times.durable_seconds
-            or num_skipped
-            or state.step == config.steps
-            or eval_loss is not None
-        ):
+        if is_shown(config, metrics):
             log.say(metrics.progress_line(config.steps))
         for line in find_stragglers(times, config.straggler_factor) if times else ():
             log.say(line)
     if must_stop and state.step < config.steps:
         kept = f"{state.last_saved} holds it" if state.last_saved else "nothing new to save"
         log.say(f"stopped at step {state.step} of {config.steps}: {kept}; the same command goes on from there")
+
+
+def is_shown(config: TrainConfig, metrics: StepMetrics) -> bool:
+    """True for a step with a progress line: each --log-every-th, the last, and those in which more happened."""
+    is_due = metrics.step % config.log_every == 0 or metrics.step == config.steps
+    return is_due or metrics.skipped or metrics.checkpoint_seconds > 0 or metrics.eval_loss is not None
 
 
 def set_learning_rate(config: TrainConfig, state: TrainingState) -> float:
