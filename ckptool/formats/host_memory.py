@@ -26,13 +26,16 @@ class HostMemory:
         self.bytes = torch.frombuffer(self.shared.map, dtype=torch.uint8)
         self._unpin = lambda: None
         if pin:
-            address = self.bytes.data_ptr()
-            code = torch.cuda.cudart().cudaHostRegister(address, self.bytes.nbytes, 0)
-            if int(code):
+            code = self._register()
+            if code:
                 self.close()
                 _forget_error()
-                raise StorageError(f"CUDA can't pin {num_bytes:,} bytes of host memory (error {int(code)})")
-            self._unpin = weakref.finalize(self, _unpin, address, os.getpid())
+                raise StorageError(f"CUDA can't pin {num_bytes:,} bytes of host memory (error {code})")
+            self._unpin = weakref.finalize(self, _unpin, self.bytes.data_ptr(), os.getpid())
+
+    def _register(self) -> int:
+        """CUDA's error, or 0."""
+        return int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0))
 
     def close(self) -> None:
         self._unpin()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptool
-from ckptool.formats import tensor_reads
+from ckptool.formats import host_memory, tensor_reads
 from tests.trainer.tiny import DEVICE
 
 PROVENANCE = ckptool.Provenance("0")
@@ -113,3 +113,22 @@ def test_a_saver_that_was_dropped_leaves_no_pinned_memory_in_the_way(tmp_path):
         ckptool.AsyncSaver().save(state, tmp_path / f"{number}").result()
         ckptool.load(state, tmp_path / f"{number}")
         assert all(bool((tensor == 1).all()) for tensor in state["model"].values())
+
+
+@pytest.mark.skipif(DEVICE != "cuda" or torch.cuda.device_count() < 2, reason="takes two GPUs")
+def test_a_state_on_several_gpus_is_filled(stored, small_pieces):
+    state = template()
+    for number, (name, tensor) in enumerate(template("cpu").items()):
+        state[name] = tensor.to(("cuda:0", "cuda:1", "cpu")[number % 3])
+    ckptool.load({"model": state}, stored / "ours")
+    assert_loaded(state)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="takes a GPU")
+def test_memory_that_cuda_cannot_pin_is_used_all_the_same(stored, small_pieces, monkeypatch):
+    monkeypatch.setattr(host_memory.HostMemory, "_register", lambda self: 1)
+    state = {"model": template()}
+    ckptool.load(state, stored / "ours")
+    assert_loaded(state["model"])
+    with pytest.raises(ckptool.CkptoolError, match="can't pin"):
+        host_memory.HostMemory(4096, pin=True)
