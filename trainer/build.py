@@ -7,7 +7,7 @@ import math
 import torch
 
 from ckptool import DataPosition, MismatchError, UsageError
-from trainer import parallel
+from trainer import sharding
 from trainer.checkpoint import TrainingState, trained_parameters
 from trainer.config import TrainConfig
 from trainer.fp8 import has_odd_tokens, use_fp8
@@ -22,7 +22,7 @@ from trainer.model import (
 )
 from trainer.optimizer import build_optimizer
 from trainer.origin import Origin
-from trainer.parallel import Ranks
+from trainer.parallel import TENSOR_AXIS, Ranks
 from trainer.tensor_parallel import split_tensors
 
 
@@ -42,7 +42,7 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
     if config.fp8 != "none":
         use_fp8(model, config.fp8, ranks.device, pad_tokens=has_odd_tokens(config.seq_len, position))
     if config.tp > 1:
-        split_tensors(model, ranks.mesh[parallel.TENSOR_AXIS], ties)
+        split_tensors(model, ranks.mesh[TENSOR_AXIS], ties)
         tie(model, ties)
     if config.activation_checkpointing != "none":
         checkpoint_activations(model, selective=config.activation_checkpointing == "selective")
@@ -51,8 +51,8 @@ def build_state(config: TrainConfig, ranks: Ranks, origin: Origin, position: Dat
         for block in blocks:
             block.compile()
     num_micro_steps = math.ceil(config.global_batch_size / (config.micro_batch_size * ranks.num_data_ranks))
-    if not parallel.gains_nothing_from_sharding(model, ranks.world_size, computed, num_micro_steps, config.cpu_offload):
-        parallel.shard(model, blocks, ranks, computed, config.cpu_offload, config.reshard_after_forward)
+    if not sharding.gains_nothing_from_sharding(model, ranks.world_size, computed, num_micro_steps, config.cpu_offload):
+        sharding.shard(model, blocks, ranks, computed, config.cpu_offload, config.reshard_after_forward)
     materialize(model, ranks.device, ties, config.cpu_offload)
     if adapter:
         init_adapter(model, config.seed)

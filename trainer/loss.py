@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from trainer.parallel import fsdp_modules
+from trainer.sharding import fsdp_modules
 from trainer.units import IGNORED, MicroBatch
 
 #: Logits that are in memory at a time. On GPUs enough for matrix products at full speed.

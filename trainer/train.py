@@ -34,6 +34,7 @@ from trainer.parallel import Ranks
 from trainer.profiling import Profile
 from trainer.same_options import check_same_options
 from trainer.schedule import learning_rate
+from trainer.sharding import reduce_gradients
 from trainer.shared_root import check_shared_root
 from trainer.signals import StopSignals
 from trainer.sole_run import sole_run
@@ -263,7 +264,7 @@ def forward_backward(
     loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
     fed: list[int] = []
     for number, batch in enumerate(batches, start=1):
-        parallel.reduce_gradients(state.model, number == len(batches))
+        reduce_gradients(state.model, number == len(batches))
         loss = batch_loss(state.model, batch, ranks.device) / num_tokens
         loss.backward()
         loss_sum += loss.detach()

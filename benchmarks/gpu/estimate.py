@@ -188,9 +188,9 @@ def train_steps(device: str, folder: Path, row: dict[str, Any]) -> None:
     from ckptool import DataPosition, DataSource, Provenance
     from trainer import cli, parallel
     from trainer.build import build_state
-    from trainer.checkpoint import Origin
     from trainer.config import TrainConfig
     from trainer.loss import use_chunks
+    from trainer.origin import Origin
     from trainer.train import clip_gradients, forward_backward
     from trainer.units import MicroBatch
 

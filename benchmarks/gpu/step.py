@@ -389,10 +389,10 @@ def trainer_state(
     import torch
 
     from ckptool import DataPosition, DataSource, Provenance
-    from trainer import build, cli, parallel
-    from trainer.checkpoint import Origin
+    from trainer import build, cli, parallel, sharding
     from trainer.config import TrainConfig
     from trainer.loss import use_chunks
+    from trainer.origin import Origin
     from trainer.train import clip_gradients, forward_backward
     from trainer.units import MicroBatch
 
@@ -416,7 +416,7 @@ def trainer_state(
         [DataSource("random", 1 << 20)], seq_len=seq_len, seed=0, global_batch_size=config.global_batch_size
     )
     if "FSDP2" in setting.get("code", ""):
-        parallel.gains_nothing_from_sharding = lambda *_: False
+        sharding.gains_nothing_from_sharding = lambda *_: False
     state = build.build_state(config, ranks, origin, position)
     with torch.no_grad():
         for parameter in state.parameters().values():

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 import ckptool
 from tests.trainer.test_exactly_once import run_on
 from tests.trainer.tiny import run, surviving_samples
-from trainer import parallel
-from trainer.parallel import gains_nothing_from_sharding
+from trainer import sharding
+from trainer.sharding import gains_nothing_from_sharding
 
 #: Weights in the dtype that they are computed with, and the whole batch at once.
 ALONE = {"global_batch_size": 6, "micro_batch_size": 6, "schedule": "constant"}
@@ -29,7 +29,7 @@ def sharded_modules(monkeypatch):
         modules.append(module)
         return fully_shard(module, **options)
 
-    monkeypatch.setattr(parallel, "fully_shard", watched)
+    monkeypatch.setattr(sharding, "fully_shard", watched)
     return modules
 
 
@@ -51,7 +51,7 @@ def test_it_trains_and_saves_bit_for_bit_as_with_fsdp2(root, tmp_path, monkeypat
     settings = {**ALONE, "eval_data": (str(root / "text"),), "eval_units": 4, **settings, "steps": 4, "save_every": 2}
     alone = run(root, **settings)
     assert not sharded_modules
-    monkeypatch.setattr(parallel, "gains_nothing_from_sharding", lambda *_: False)
+    monkeypatch.setattr(sharding, "gains_nothing_from_sharding", lambda *_: False)
     sharded = run(other, **settings)
     assert sharded_modules
     numbers = ("loss", "grad_norm", "eval_loss")

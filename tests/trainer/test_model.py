@@ -8,7 +8,7 @@ import transformers
 from ckptool import NotFoundError, UnsupportedError
 from tests.spawn import run_ranks
 from tests.trainer.tiny import run, tiny_config
-from trainer import parallel
+from trainer import parallel, sharding
 from trainer.build import build_state
 from trainer.data import TrainingData, prepare
 from trainer.model import build_meta_model, materialize, model_state, named_blocks, recompute_buffers, ties_of
@@ -49,7 +49,7 @@ def test_every_buffer_equals_an_eager_build(hf_folder):
     model = build_meta_model(hf_folder, torch.float32)
     ties, blocks = ties_of(model), named_blocks(model)
     with parallel.joined_ranks("cpu") as ranks:
-        parallel.shard(model, list(blocks.values()), ranks, torch.float32)
+        sharding.shard(model, list(blocks.values()), ranks, torch.float32)
         materialize(model, ranks.device, ties)
     persistent = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.spawn import run_ranks
 from tests.trainer.test_loss import assert_equal, loss_and_gradients, make_batch, make_model
 from tests.trainer.tiny import DEVICE, tiny_config
-from trainer import parallel
+from trainer import parallel, sharding
 from trainer.loss import batch_loss, use_chunks
 from trainer.model import named_blocks
 from trainer.train import train
@@ -34,7 +34,7 @@ def trained(cut, tied, is_chunked):
 
 
 def cut_by_the_trainer(model, ranks, **options):
-    parallel.shard(model, list(named_blocks(model).values()), ranks, torch.float64, **options)
+    sharding.shard(model, list(named_blocks(model).values()), ranks, torch.float64, **options)
 
 
 def cut_into_blocks_and_root(model, ranks):
