@@ -11,6 +11,7 @@ import contextlib
 import copy
 import io
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +28,9 @@ from ckptool.core.position import DataPosition
 from ckptool.core.provenance import Provenance
 from ckptool.distributed import MAX_COMPARED_BYTES, check_same_values, write_sidecars
 from ckptool.errors import CkptoolError
-from ckptool.formats.dcp_sink import DcpFile, DcpSink
+from ckptool.formats.dcp_sink import DcpFile
 from ckptool.formats.dcp_storage_writer import bare_provenance
-from ckptool.formats.dcp_writers import DcpWriters, Load, write_file
+from ckptool.formats.dcp_writers import DcpWriters, Finish, Load, write_file
 from ckptool.ranks import Ranks
 from ckptool.save_plan import Description, Held, Plan, SavePlans, Share
 from ckptool.shared_target import SharedTarget
@@ -278,14 +279,22 @@ class AsyncSaver:
             content = shared.content
             ranks.on_first(action, lambda: write_sidecars(content, work.provenance, work.side_folder, work.position))
             written = ranks.agree(action, lambda: self._write_files(content, snapshot, share))
-            records = [record for of_rank in ranks.gather_on_first(written, action) for record in of_rank]
-            whole = cast(Plan, plan)  # the first rank has it
-            ranks.on_first(action, lambda: DcpSink(content, whole.tensors, whole.paths, work.ties).finish(records))
+            # As bytes: what thousands of ranks have written is not for the process that trains to take apart.
+            records = ranks.gather_on_first(pickle.dumps(written), action)
+            ranks.on_first(action, lambda: self._finish(content, cast(Plan, plan), work.ties, records))
             shared.sent({record.file: record.blake3 for record in written})
             shared.publish()
         except BaseException:
             shared.discard()
             raise
+
+    def _finish(self, content: Path, plan: Plan, ties: Mapping[str, str], records: Sequence[bytes]) -> None:
+        """Write the metadata, on the first rank."""
+        finish = Finish(content, plan.tensors, plan.paths, ties, records)
+        if self._writers is not None:
+            self._writers.finish(finish)
+        else:
+            finish.run()
 
     def _write_files(self, content: Path, snapshot: Snapshot, share: Share) -> list[FileRecord]:
         """This rank's part of the tensors, and of the plain values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -189,3 +190,17 @@ def test_the_error_of_the_last_save_is_seen_at_the_end(tmp_path: Path) -> None:
     (tmp_path / "step-3" / "something").touch()
     done = run_script(tmp_path, "ends")
     assert "step-3 already exists" in done.stderr
+
+
+def test_what_is_wrong_with_the_metadata_comes_back_from_the_process_that_writes_it(tmp_path: Path) -> None:
+    large = {"model": {name: torch.ones(3 << 20) for name in ("a", "b", "c")}}
+    with AsyncSaver(num_writers=2) as saver:
+        with pytest.raises(
+            MismatchError, match=r"model\.b is tied to model\.a, but is being saved"
+        ):
+            saver.save(large, tmp_path / "one", ties={"model.b": "model.a"}).result()
+        assert not (tmp_path / "one").exists()
+        with contextlib.suppress(MismatchError):  # which nobody has seen in `save` or `wait` yet
+            saver.wait()
+        saver.save(large, tmp_path / "two", ties={"model.d": "model.a"}).result()
+    assert not ckptool.verify(tmp_path / "two", level="bytes").findings

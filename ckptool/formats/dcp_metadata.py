@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.collector import no_garbage_collection
 from ckptool.core.dtypes import ITEMSIZE_BYTES
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import MAX_DIMS, Chunk, Locator, ObjectEntry, TensorEntry, is_possible_shape
@@ -53,7 +52,7 @@ def parse_manifest(folder: Place, provenance: Provenance | None) -> Manifest:
     """
     location = str(folder / METADATA_FILE)
     raw, sealed = unseal(_read_metadata_file(folder), location)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         manifest = _to_manifest(safe_pickle.load_flat(raw, stubs.METADATA_GLOBALS, location), folder, provenance)
     if is_ours(manifest.save_id) and not sealed:
         raise DamagedError(f"{location} was changed or cut short since it was written: its own checksum is gone")
@@ -280,19 +279,3 @@ def check_sizes(manifest: Manifest) -> None:
         raise DamagedError(
             f"{manifest.location}: the tensors claim {manifest.num_bytes} bytes, more than all data files hold"
         )
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Millions of small objects, none of them garbage: the collector would double the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc.get_freeze_count() == 0:
-            # Moves all that is there to the oldest generation, instead of looking at each object three times.
-            gc.freeze()
-            gc.unfreeze()
-        if enabled:
-            gc.enable()

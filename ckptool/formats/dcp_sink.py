@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckptool.core.box import Box, exact_cover_fault
 from ckptool.core.checkpoint import Manifest
+from ckptool.core.collector import no_garbage_collection
 from ckptool.core.parts import FileRecord, Part, PlanItem, pack
 from ckptool.core.tensors import Chunk, Locator, ObjectEntry, TensorEntry
 from ckptool.errors import MismatchError
@@ -67,6 +68,10 @@ class DcpSink:
 
     def finish(self, records: Sequence[FileRecord]) -> None:
         """Write `digests.json` and `.metadata`. Raises MismatchError when the boxes don't make whole tensors."""
+        with no_garbage_collection():
+            self._finish(records)
+
+    def _finish(self, records: Sequence[FileRecord]) -> None:
         chunks: dict[str, list[Chunk]] = {fqn: [] for fqn in self._tensors}
         digests = {fqn: TensorDigest() for fqn in self._tensors}
         for record in records:

@@ -1,4 +1,5 @@
-"""Processes that write `.distcp` files from shared memory: the one that trains never waits for Python's lock.
+"""Processes that write `.distcp` files from shared memory, and the metadata of all of them: the one that trains never
+waits for Python's lock.
 
 Each is a fresh interpreter, not a fork and not a `spawn` of multiprocessing: the first can't follow CUDA, the second
 would import the user's script again. It ends when its channel does.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -23,10 +25,11 @@ from typing import Any, cast
 import ckptool
 from ckptool import errors
 from ckptool.core.box import Box
+from ckptool.core.collector import no_garbage_collection
 from ckptool.core.parts import FileRecord
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import CkptoolError, StorageError
-from ckptool.formats.dcp_sink import DcpFile
+from ckptool.formats.dcp_sink import DcpFile, DcpSink
 from ckptool.storage.direct_file import BUFFER_BYTES
 from ckptool.storage.files import os_errors
 from ckptool.storage.shared_memory import SharedMemory, attach
@@ -54,8 +57,33 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """What becomes `.metadata` and `digests.json`: the state, and lists of FileRecords, pickled, one of each rank.
+
+    A million chunks are a minute's work for Python.
+    """
+
+    folder: Path
+    tensors: Mapping[str, TensorEntry]
+    paths: Mapping[str, tuple[str | int, ...]]
+    ties: Mapping[str, str]
+    records: Sequence[bytes]
+
+    def run(self) -> None:
+        """Raises what `DcpSink.finish` does."""
+        with no_garbage_collection():
+            records = [record for of_rank in self.records for record in pickle.loads(of_rank)]
+            DcpSink(self.folder, self.tensors, self.paths, self.ties).finish(records)
+
+
+@dataclass(frozen=True)
 class _Written:
     place: int
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """The metadata is there."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +146,13 @@ class DcpWriters:
         self._receive(channels, lambda: len(records) == len(paths), free, records)
         return [records[path.name] for path in paths]
 
+    def finish(self, work: Finish) -> None:
+        """Let the first process do it. Raises its error, StorageError when it died; `close` it then."""
+        [channel] = self._channels[:1]
+        self._send(channel, work)
+        finished: dict[str, Any] = {}
+        self._receive([channel], lambda: bool(finished), None, finished)
+
     def _send(self, channel: Connection, message: Any) -> None:
         with contextlib.suppress(OSError):  # a writer that died: its last words, or their absence, are received below
             channel.send(message)
@@ -127,7 +162,7 @@ class DcpWriters:
         channels: Sequence[Connection],
         is_enough: Callable[[], bool],
         free: list[int] | None,
-        records: dict[str, FileRecord] | None = None,
+        records: dict[str, Any] | None = None,
     ) -> None:
         """Take what writers say, at least until `is_enough()`."""
         while ready := wait(channels, None if not is_enough() else 0):
@@ -143,7 +178,7 @@ class DcpWriters:
                     if free is not None:
                         free.append(reply.place)
                 elif records is not None:
-                    records[reply.file] = reply
+                    records["" if isinstance(reply, _Finished) else reply.file] = reply
             if records is not None and is_enough():
                 return
 
@@ -196,7 +231,12 @@ def _serve(channel: Connection, memory: memoryview) -> None:
     threading.Thread(target=_listen, args=(channel, requests), daemon=True).start()
     try:
         while True:
-            path, tensors = requests.get()
+            request = requests.get()
+            if isinstance(request, Finish):
+                request.run()
+                channel.send(_Finished())
+                continue
+            path, tensors = request
             loads = iter(requests.get, None)
             channel.send(_write_file(path, tensors, loads, memory, lambda place: channel.send(_Written(place))))
     except CkptoolError as error:
