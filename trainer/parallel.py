@@ -87,6 +87,12 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def gather_on_rank0(self, value: T) -> list[T] | None:
+        """The same on rank 0 alone; None on the others, which wait for nobody."""
+        values: list | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.control, group_dst=0)
+        return values
+
     def gather_data(self, value: T) -> list[T]:
         """One value from each part of the data, in order."""
         return self.gather(value)[:: self.tp_size]

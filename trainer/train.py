@@ -192,7 +192,7 @@ def run_steps(run: Run) -> None:
         saves.collect(state)
         times = None
         if config.straggler_factor and state.step % config.log_every == 0:
-            times = ranks.gather(RankTimes.measure(ranks.rank, ranks.device, step_seconds, watch))
+            times = ranks.gather_on_rank0(RankTimes.measure(ranks.rank, ranks.device, step_seconds, watch))
         tokens_per_second = num_tokens / step_seconds
         metrics = StepMetrics(
             step=state.step,
