@@ -195,9 +195,7 @@ def test_the_error_of_the_last_save_is_seen_at_the_end(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_metadata_comes_back_from_the_process_that_writes_it(tmp_path: Path) -> None:
     large = {"model": {name: torch.ones(3 << 20) for name in ("a", "b", "c")}}
     with AsyncSaver(num_writers=2) as saver:
-        with pytest.raises(
-            MismatchError, match=r"model\.b is tied to model\.a, but is being saved"
-        ):
+        with pytest.raises(MismatchError, match=r"model\.b is tied to model\.a, but is being saved"):
             saver.save(large, tmp_path / "one", ties={"model.b": "model.a"}).result()
         assert not (tmp_path / "one").exists()
         with contextlib.suppress(MismatchError):  # which nobody has seen in `save` or `wait` yet
