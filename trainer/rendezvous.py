@@ -38,6 +38,29 @@ def is_restart() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def remember(what: str, value: str) -> None:
+    """Leave something for later lives of this job, which `recall` finds as long as torchrun's store is there."""
+    _store_of_job().set(_key(what), value)
+
+
+def recall(what: str) -> str:
+    """What an earlier life of this job has left last, or ""."""
+    store, key = _store_of_job(), _key(what)
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _key(what: str) -> str:
+    return f"trainer/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{what}"
+
+
+def _store_of_job() -> dist.Store:
+    """The store of the default process group without the prefixes that each life has of its own."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def agree_on_name(store: dist.Store, rank: int, world_size: int, limit_seconds: float = JOIN_SECONDS) -> str:
     """A name that these ranks share and no earlier ones did, whatever those have left in the store.
 

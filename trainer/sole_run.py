@@ -11,12 +11,15 @@ from typing import Any
 import ckptool
 from ckptool import LockedError
 from trainer.parallel import Ranks
-from trainer.rendezvous import is_restart
+from trainer.rendezvous import is_restart, recall, remember
 from trainer.signals import StopSignals
 
 #: A run that was told to stop may still be saving; of a machine that vanished nothing is heard for minutes.
 WAIT_SECONDS = 360.0
 _POLL_SECONDS = 1.0
+
+#: Under this the job remembers the name of its lock.
+_HOLDER = "holder of the root"
 
 
 @contextlib.contextmanager
@@ -36,13 +39,16 @@ def sole_run(root: Path, ranks: Ranks, stop: StopSignals, say: Callable[[str], N
 
 
 def _hold(root: Path, stop: StopSignals, say: Callable[[str], None]) -> Any:
-    # Ranks that torchrun has started again are of one job, whose earlier ranks are dead, wherever they were.
-    take_over = is_restart()
-    deadline = time.monotonic() + (0 if take_over else WAIT_SECONDS)
+    # Ranks that torchrun has started again are of one job, whose earlier ranks are dead, wherever they were. It also
+    # starts those again that were refused here, so whoever holds the root must have been of this job.
+    gone = recall(_HOLDER) if is_restart() else ""
+    deadline = time.monotonic() + WAIT_SECONDS
     is_waiting = False
     while True:
         try:
-            return ckptool.hold_root(root, take_over=take_over)
+            lock = ckptool.hold_root(root, gone=gone)
+            remember(_HOLDER, lock.name)
+            return lock
         except LockedError as error:
             if time.monotonic() > deadline or stop.received:
                 raise

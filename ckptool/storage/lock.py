@@ -95,6 +95,11 @@ class Lock:
     owner: Owner
     stopped: threading.Event = field(default_factory=threading.Event, compare=False)
 
+    @property
+    def name(self) -> str:
+        """No other lock has it, nor had or will have."""
+        return self.owner.file_name
+
     def __reduce__(self) -> tuple[type[Lock], tuple[Path, Owner]]:
         """Other ranks get the place and the owner; the heartbeat stays here, and ends when the owner's file does."""
         return Lock, (self.folder, self.owner)

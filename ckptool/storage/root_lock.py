@@ -13,17 +13,18 @@ from ckptool.storage.lock import Lock, acquire, owner_of
 _FOLDER = ".run.lock"
 
 
-def hold_root(root: Path, take_over: bool = False) -> Lock:
-    """Hold a folder of checkpoints for this process, until `release()` of what is returned; `take_over` takes it from
-    whoever has it. A holder that has died is replaced: one of this machine at once, one of another machine after five
-    minutes in which nothing was heard of it.
+def hold_root(root: Path, gone: str = "") -> Lock:
+    """Hold a folder of checkpoints for this process, until `release()` of what is returned. A holder that has died is
+    replaced: one of this machine at once, one of another machine after five minutes in which nothing was heard of it,
+    or at once when the caller knows that it has: `gone` is the `name` of what was returned to it.
 
     Raises LockedError that names a living holder, StorageError or AccessError when the disk refuses.
     """
     folder = Path(root) / _FOLDER
     with os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if take_over:
+        holder = owner_of(folder)
+        if holder is not None and holder.file_name == gone:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(folder)
     try:

@@ -46,7 +46,10 @@ def test_a_living_run_is_named_and_may_be_replaced_by_its_own_restart(tmp_path: 
         assert held.wait(60)
         with pytest.raises(LockedError, match=re.escape(f"another run has {tmp_path}: process {other.pid} on ")):
             ckptool.hold_root(tmp_path)
-        ckptool.hold_root(tmp_path, take_over=True).release()
+        with pytest.raises(LockedError, match="another run has"):
+            ckptool.hold_root(tmp_path, gone="owner,of,another,1,2,lock")
+        (holder,) = (tmp_path / ".run.lock").iterdir()
+        ckptool.hold_root(tmp_path, gone=holder.name).release()
     finally:
         over.set()
         other.join()

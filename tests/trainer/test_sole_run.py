@@ -8,8 +8,9 @@ import pytest
 
 import ckptool
 from ckptool import LockedError
+from tests.spawn import run_ranks
 from tests.trainer.tiny import run
-from trainer import sole_run
+from trainer import rendezvous, sole_run
 
 
 def test_a_run_waits_for_another_that_is_ending(root, capsys):
@@ -29,10 +30,23 @@ def test_a_run_beside_another_is_refused_before_it_trains(root, monkeypatch):
     other.release()
 
 
-def test_ranks_that_torchrun_starts_again_go_on_at_once(root, monkeypatch):
-    ckptool.hold_root(root)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert len(run(root, steps=1)) == 1
+def lives_of_a_job(rank, root, is_held_by_it):
+    """A life of the job that dies while it, or another run, holds the root; how many steps the next life trains."""
+    lock = ckptool.hold_root(root)
+    if is_held_by_it:
+        rendezvous.remember(sole_run._HOLDER, lock.name)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    sole_run.WAIT_SECONDS = 0.5
+    return len(run(root, steps=1))
+
+
+def test_ranks_that_torchrun_starts_again_go_on_at_once(root):
+    assert run_ranks(1, lives_of_a_job, root, True) == [1]
+
+
+def test_ranks_that_were_refused_and_start_again_do_not_take_the_root_of_another_run(root):
+    with pytest.raises(RuntimeError, match="another run has"):
+        run_ranks(1, lives_of_a_job, root, False)
 
 
 def test_a_run_that_waits_ends_when_it_is_told_to(root):
