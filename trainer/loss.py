@@ -117,7 +117,7 @@ class _LinearLoss(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if of_weight else None
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         num_chunks = math.ceil(hidden.shape[0] * weight.shape[0] / CHUNK_ELEMENTS)
-        num_tokens = math.ceil(hidden.shape[0] / max(1, num_chunks))  # equal ones, so that one compilation does
+        num_tokens = max(1, math.ceil(hidden.shape[0] / max(1, num_chunks)))  # equal ones, so that one compilation does
         for start in range(0, hidden.shape[0], num_tokens):
             tokens = slice(start, start + num_tokens)
             chunk_loss, logits_grad = of_logits(hidden[tokens] @ weight.T, labels[tokens])

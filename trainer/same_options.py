@@ -18,10 +18,12 @@ def check_same_options(config: TrainConfig, ranks: Ranks) -> None:
     told = ranks.gather((socket.gethostname(), vars(config)))
     (_, first), others = told[0], told[1:]
     for rank, (host, options) in enumerate(others, start=1):
-        for name in sorted(first.keys() - _FOLDERS):
-            if options[name] != first[name]:
+        for name in sorted((first.keys() | options.keys()) - _FOLDERS):
+            # As text: NaN is refused later, for what it is, and another version of the trainer lacks an option.
+            theirs, ours = (repr(told_to[name]) if name in told_to else "unknown" for told_to in (options, first))
+            if theirs != ours:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is {options[name]!r} on rank {rank} ({host}) and {first[name]!r} on "
+                    f"--{name.replace('_', '-')} is {theirs} on rank {rank} ({host}) and {ours} on "
                     f"rank 0 ({told[0][0]})",
                     hint="start all ranks with one command, and with the same --config file on all nodes",
                 )

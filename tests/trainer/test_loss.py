@@ -171,3 +171,10 @@ def test_a_run_with_either_loss_is_the_same_run(root, tmp_path):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
     assert chunked[-1]["eval_loss"] == pytest.approx(chunked[-1]["loss"], rel=0.2)
+
+
+def test_a_batch_without_tokens_has_a_loss_of_0():
+    hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)
+    value = linear_loss(hidden, weight, torch.zeros(0, dtype=torch.long))
+    value.backward()
+    assert value == 0 and hidden.grad.shape == (0, 8) and not weight.grad.any()

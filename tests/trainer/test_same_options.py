@@ -27,3 +27,14 @@ def test_an_option_that_differs_is_named_on_every_rank(root, changes, named):
     assert first == second
     assert first.startswith(f"{named} on rank 1 (") and " on rank 0 (" in first
     assert not (root / "metrics.jsonl").exists()
+
+
+def told_nan(rank, root):
+    try:
+        train(tiny_config(root, lr=float("nan")))
+    except UsageError as error:
+        return str(error)
+
+
+def test_what_is_wrong_on_all_ranks_is_no_difference(root):
+    assert set(run_ranks(2, told_nan, root)) == {"--lr nan is no number to train with"}
