@@ -105,6 +105,10 @@ def _torchao_config(recipe: str, pad_tokens: bool, emulate: bool) -> Float8Linea
 
 
 def _expert_counts(model: PreTrainedModel) -> frozenset[int]:
-    """All numbers that a config gives about experts, how many there are among them."""
+    """All numbers that a config gives about experts but their sizes, how many there are among them."""
     settings = model.config.get_text_config().to_dict()
-    return frozenset(value for name, value in settings.items() if "expert" in name and isinstance(value, int))
+    return frozenset(
+        value
+        for name, value in settings.items()
+        if "expert" in name and not name.endswith("_size") and isinstance(value, int)
+    )

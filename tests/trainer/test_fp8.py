@@ -170,6 +170,16 @@ def test_a_router_of_experts_is_left_out(root):
     assert linear - layers_in_8_bits(model) == {"lm_head", "model.layers.1.mlp.router.gate"}
 
 
+def test_an_expert_that_all_tokens_share_computes_in_8_bits(root):
+    config = transformers.Qwen2MoeConfig(
+        **{"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2},
+        **{"num_hidden_layers": 1, "vocab_size": 64, "num_experts": 16, "moe_intermediate_size": 32},
+        shared_expert_intermediate_size=48,
+    )
+    found = layers_in_8_bits(converted(root, config))
+    assert {f"model.layers.0.mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")} <= found
+
+
 def test_a_model_without_such_layers_is_refused(root):
     with pytest.raises(UnsupportedError, match="GPT2LMHeadModel has no linear layer that 8 bits fit"):
         converted(root, transformers.GPT2Config(n_embd=32, n_head=2, n_layer=2, vocab_size=64))
