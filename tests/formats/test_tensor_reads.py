@@ -387,6 +387,18 @@ def test_archives_without_checksums_are_read(tmp_path: Path, small_pieces: None)
     assert all(torch.equal(state[fqn], tensor) for fqn, tensor in stored.items())
 
 
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_pieces_of_a_chunk_without_digest_have_its_checksum(tmp_path: Path, small_pieces: None, place: float) -> None:
+    stored = {"a": torch.rand(300, 200), "b": torch.rand(3000)}
+    dcp.save(stored, checkpoint_id=tmp_path / "c", no_dist=True)
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    content, payload = bytearray(file.read_bytes()), stored["a"].numpy().tobytes()
+    content[content.index(payload) + int(place * (len(payload) - 1))] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ckptool.CkptoolError, match="have changed since they were written"):
+        ckptool.load({name: torch.zeros_like(tensor) for name, tensor in stored.items()}, tmp_path / "c")
+
+
 @pytest.mark.parametrize("ranks", ["", "0", "-1", "7", "two", "²", "1000000"])
 def test_the_number_of_threads_is_the_ranks_share_of_the_cores(monkeypatch: pytest.MonkeyPatch, ranks: str) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
