@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ckptool import UsageError
 from trainer.dynamic_code import BLOCK_SIZE, DynamicCode, num_blocks
-from trainer.rounding import Rates, adamw_update, chance_of, local_part, round_by_chance
+from trainer.rounding import Rates, adamw_update, chance_of, local_part, round_by_chance, update_each
 
 #: Codes (..., BLOCK_SIZE) and scales of blocks.
 Coded = tuple[torch.Tensor, torch.Tensor]
@@ -50,12 +50,7 @@ class EightBitAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._update(parameter, group, number)
+        update_each(self, self._update)
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]

@@ -31,12 +31,7 @@ class RoundedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._update(parameter, group, number)
+        update_each(self, self._update)
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]
@@ -46,6 +41,16 @@ class RoundedAdamW(torch.optim.AdamW):
         done = int(state["step"])
         exact = adamw_update(weight, grad, mean, square, Rates.of(group, done))
         weight.copy_(round_by_chance(exact, chance_of(parameter, self._seed, done, number)))
+
+
+def update_each(
+    optimizer: torch.optim.Optimizer, update: Callable[[torch.nn.Parameter, dict[str, Any], int], None]
+) -> None:
+    """Call `update` for each parameter that has a gradient, with its group and its number, counted from 1."""
+    numbered = enumerate(((p, group) for group in optimizer.param_groups for p in group["params"]), start=1)
+    for number, (parameter, group) in numbered:
+        if parameter.grad is not None:
+            update(parameter, group, number)
 
 
 class Rates(NamedTuple):
