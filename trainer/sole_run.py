@@ -53,6 +53,6 @@ def _hold(root: Path, stop: StopSignals, say: Callable[[str], None]) -> Any:
             if time.monotonic() > deadline or stop.received:
                 raise
             if not is_waiting:
-                say(f"waiting: {error}")
+                say(f"waiting up to {WAIT_SECONDS / 60:.0f} minutes: {error}; {error.hint}")
                 is_waiting = True
         time.sleep(_POLL_SECONDS)

@@ -17,7 +17,8 @@ def test_a_run_waits_for_another_that_is_ending(root, capsys):
     other = ckptool.hold_root(root)
     threading.Timer(0.5, other.release).start()
     assert len(run(root, steps=1)) == 1
-    assert "waiting: another run has" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "waiting up to 6 minutes: another run has" in said and "rm -r" in said
     assert not (root / ".run.lock").exists()
 
 
