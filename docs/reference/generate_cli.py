@@ -58,9 +58,16 @@ def row(option: click.Option) -> str:
     names = ", ".join([*option.opts, *option.secondary_opts])
     value = "" if option.is_flag else f" {value_name(option)}"
     meaning = (option.help or "") + (f" Environment: {option.envvar}." if option.envvar else "")
+    return f"| `{names}{value}` | {meaning} | {default_of(option)} |".replace("\n", " ")
+
+
+def default_of(option: click.Option) -> str:
+    """As it is shown in `--help`; of an option that can be switched on and off, the name of what it is by itself."""
+    if option.secondary_opts:
+        names = option.opts if option.default else option.secondary_opts
+        return f"`{names[0]}`"
     has_default = option.show_default and not option.is_flag and isinstance(option.default, (str, int, float, Path))
-    default = str(option.default) if has_default else ""
-    return f"| `{names}{value}` | {meaning} | {default} |".replace("\n", " ")
+    return str(option.default) if has_default else ""
 
 
 def value_name(option: click.Option) -> str:
