@@ -94,17 +94,27 @@ def find_base(path: Place, source: ModelSource, adapter: Adapter, base: str, roo
     """The checkpoint of the weights that the adapter in `path` belongs to: `base`, else `path` itself when it has them,
     else the recorded one beside it.
 
-    Raises UsageError when none is named, MismatchError when its weights are not those that were trained on.
+    Raises UsageError when none is named, NotFoundError when it isn't there, MismatchError when its weights are not
+    those that were trained on.
     """
     name = base or adapter.record.get("base")
     if not base and any(not is_matrix(fqn) for fqn in source.manifest.tensors):
         return path
     if not name:
         raise UsageError("nothing in the checkpoint says which weights the adapter belongs to", hint="--base NAME")
-    found = resolve(name, root if base else path.parent)
+    try:
+        found = resolve(name, root if base else path.parent)
+    except NotFoundError as error:
+        if base:
+            raise
+        raise NotFoundError(
+            f"the adapter in {path} was trained on {name}, which is not beside it", hint="--base NAME says where it is"
+        ) from error
     wanted = adapter.record.get("base_digest")
     if wanted and wanted != weights_digest(found):
-        raise MismatchError(f"{found} is not what the adapter was trained on: its weights are others", hint="--base")
+        raise MismatchError(
+            f"{found} is not what the adapter was trained on: its weights are others", hint="--base NAME"
+        )
     return found
 
 

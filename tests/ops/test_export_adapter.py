@@ -127,6 +127,10 @@ def test_what_is_not_said_or_not_so_is_refused(root: Path, tmp_path: Path) -> No
     ckptool.import_hf(str(tmp_path / "other-hub"), "other", root=tmp_path)
     with pytest.raises(MismatchError, match="not what the adapter was trained on"):
         export("step-1", adapter="merge", base=str(tmp_path / "other"))
+    shutil.copytree(root / "step-1", tmp_path / "elsewhere" / "step-1")
+    with pytest.raises(NotFoundError, match="was trained on base, which is not beside it") as refused:
+        export(str(tmp_path / "elsewhere" / "step-1"), adapter="merge")
+    assert refused.value.hint == "--base NAME says where it is"
     assert not (tmp_path / "out").exists()
 
 
