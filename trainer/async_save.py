@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import ckptool
 from ckptool import AsyncSaver, PendingSave
 from trainer import checkpoint
 from trainer.checkpoint import TrainingState
@@ -14,7 +15,7 @@ from trainer.config import TrainConfig
 from trainer.metrics import Log
 from trainer.origin import Origin
 from trainer.parallel import Ranks
-from trainer.tiers import Uploads, step_of
+from trainer.tiers import Uploads, prune, step_of
 
 
 @dataclass
@@ -76,6 +77,11 @@ class Saves:
         state.last_saved = pending.target
         self.times.durable_seconds = pending.durable_seconds or 0.0
 
+    def _prune_what_was_uploaded(self) -> None:
+        """A checkpoint on its way when the last one became durable stayed under the root: no later save removes it."""
+        if self._config.upload_to and self._ranks.rank == 0:
+            prune(ckptool.place(str(self._config.root)), self._config, self._origin.names, self._log)
+
     @contextlib.contextmanager
     def _stalled(self) -> Iterator[None]:
         began = time.perf_counter()
@@ -91,5 +97,6 @@ class Saves:
                 self._saver.__exit__(kind, *error)
             if kind is None:
                 self._uploads.finish()
+                self._prune_what_was_uploaded()
         finally:
             self._uploads.close()

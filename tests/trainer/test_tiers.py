@@ -42,6 +42,11 @@ def test_another_runs_checkpoint_in_the_second_place_is_no_copy_of_this_ones(roo
     assert "another run's checkpoint" in tiers._copy(str(root / "step-1"), str(there / "step-1"), 0)
 
 
+def test_what_was_on_its_way_at_the_last_save_is_pruned_too(root: Path, tmp_path: Path) -> None:
+    tiny.run(root, steps=3, save_every=1, keep_last=1, upload_to=str(tmp_path / "there"))
+    assert [path.name for path in root.glob("step-*")] == ["step-3"]
+
+
 def test_the_root_is_no_second_place(root: Path) -> None:
     with pytest.raises(UsageError, match="and it is the root"):
         tiny.run(root, steps=1, upload_to=f"{root}/../{root.name}")
