@@ -1,17 +1,23 @@
 """Does what all ranks have read add up to what was written? Digests are sums, so each rank adds up its own part.
 
+So is the answer to whether they read every element equally often: no rank needs to know what another reads.
+
 Reads of parts of a chunk have no checksum of their own: after a change of world size this is what finds a flipped bit.
 Tensors of which the ranks read some elements more often than others don't add up; LoadReader checks those as it reads.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
+from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.errors import DamagedError, name_some
 from ckptool.formats.dcp_entry import read_entry
@@ -38,30 +44,65 @@ def check_loaded(
     """
     manifest = checkpoint.manifest
     fqns = sorted(fqn for fqn in digests.tensors if fqn in manifest.tensors)
-    totals = _sum_over_ranks([read.get(fqn, (TensorDigest(), 0)) for fqn in fqns], ranks, action)
+    own = [read.get(fqn, (TensorDigest(), 0)) for fqn in fqns]
+    totals = _sum_over_ranks([[*digest.lanes, count] for digest, count in own], ranks, action)
     wrong = [fqn for fqn, total in zip(fqns, totals, strict=True) if _differs(manifest, digests, fqn, total)]
     if wrong:
         ranks.on_first(action, lambda: _explain(checkpoint, wrong))
 
 
-def _differs(manifest: Manifest, digests: Digests, fqn: str, total: tuple[TensorDigest, int]) -> bool:
-    digest, num_read = total
+def _differs(manifest: Manifest, digests: Digests, fqn: str, total: list[int]) -> bool:
+    *lanes, num_read = total
     num_elements = manifest.tensors[fqn].num_elements
     copies = num_read // num_elements if num_elements else 0
     written = digests.tensors[fqn].digest
-    return digest.lanes != tuple(lane * copies % _MODULUS for lane in written.lanes)
+    return lanes != [lane * copies % _MODULUS for lane in written.lanes]
 
 
-def _sum_over_ranks(parts: list[tuple[TensorDigest, int]], ranks: Ranks, action: str) -> list[tuple[TensorDigest, int]]:
-    """Element by element over the ranks; 64-bit integers wrap as the digest's arithmetic does."""
-    if not ranks.is_distributed or not parts:
-        return parts
-    rows = [[_signed(digest.lanes[0]), _signed(digest.lanes[1]), count] for digest, count in parts]
+def uneven_reads(reads: Iterable[tuple[str, Box]], manifest: Manifest, ranks: Ranks, action: str) -> frozenset[str]:
+    """The tensors whose elements the ranks together don't all read equally often; `reads` are this rank's.
+
+    A box is the signed sum, over its corners, of what lies beyond a corner. With a hash for each corner, the sum over
+    the boxes of all ranks is R times that of the whole tensor when each element is read R times, and else hardly ever:
+    with a probability of 2**-128.
+    """
+    fqns = sorted(manifest.tensors)
+    sums = {fqn: [0, 0, 0] for fqn in fqns}
+    for fqn, box in reads:
+        sums[fqn] = [a + b for a, b in zip(sums[fqn], _corner_sum(box), strict=True)]
+    totals = _sum_over_ranks([sums[fqn] for fqn in fqns], ranks, action)
+    uneven = set()
+    for fqn, total in zip(fqns, totals, strict=True):
+        entry = manifest.tensors[fqn]
+        times = total[2] // entry.num_elements if entry.num_elements else 0
+        whole = _corner_sum(Box.whole(entry.shape))
+        if entry.num_elements and [value % _MODULUS for value in total] != [times * v % _MODULUS for v in whole]:
+            uneven.add(fqn)
+    return frozenset(uneven)
+
+
+def _corner_sum(box: Box) -> tuple[int, int, int]:
+    """Two lanes of the signed sum over the corners, and the number of elements."""
+    lanes = [0, 0]
+    for corner in itertools.product(*(((o, 1), (o + n, -1)) for o, n in zip(box.offsets, box.sizes, strict=True))):
+        text = ",".join([str(position) for position, _ in corner])
+        hashed = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        sign = math.prod(sign for _, sign in corner)
+        lanes[0] += sign * int.from_bytes(hashed[:8], "little")
+        lanes[1] += sign * int.from_bytes(hashed[8:], "little")
+    return lanes[0] % _MODULUS, lanes[1] % _MODULUS, box.num_elements
+
+
+def _sum_over_ranks(rows: list[list[int]], ranks: Ranks, action: str) -> list[list[int]]:
+    """Rows of three numbers, element by element over the ranks, the first two modulo 2**64."""
+    if not ranks.is_distributed or not rows:
+        return rows
     has_cpu = "cpu:" in dist.get_backend_config(ranks.group)
-    table = torch.tensor(rows, dtype=torch.int64, device="cpu" if has_cpu else "cuda")
+    signed = [[_signed(a % _MODULUS), _signed(b % _MODULUS), count] for a, b, count in rows]
+    table = torch.tensor(signed, dtype=torch.int64, device="cpu" if has_cpu else "cuda")
     with ranks.lost_contact(action):
         dist.all_reduce(table, group=ranks.group)
-    return [(TensorDigest((a % _MODULUS, b % _MODULUS)), count) for a, b, count in table.tolist()]
+    return [[a % _MODULUS, b % _MODULUS, count] for a, b, count in table.tolist()]
 
 
 def _signed(lane: int) -> int:

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptool
+from ckptool.core.box import Box
 from ckptool.core.checkpoint import Manifest
 from ckptool.core.data_source import DataSource
 from ckptool.core.position import DataPosition
 from ckptool.core.tensors import TensorEntry
 from ckptool.errors import CkptoolError, DistributedError, MismatchError, TargetExistsError, UnsafeError
-from ckptool.formats.dcp_adapters import uneven_reads
+from ckptool.load_check import uneven_reads
+from ckptool.ranks import Ranks
 from tests.spawn import run_ranks
 
 UNEVEN_ROWS = (6, 5, 1)
@@ -329,28 +329,28 @@ def test_a_part_of_a_tensor_is_checked_by_the_checksums_of_its_chunks(tmp_path: 
         assert outcome.startswith("DamagedError") and name in outcome and "checksum mismatch" in outcome
 
 
-def plan(*reads: tuple[int, int]) -> LoadPlan:
-    """A plan that reads rows (first, number) of a tensor of 8 x 2 in two chunks of four rows."""
-    items = []
-    for first, number in reads:
-        index = MetadataIndex("w", (first // 4 * 4, 0), first // 4)
-        lengths, place = torch.Size([number, 2]), torch.Size([first % 4, 0])
-        items.append(ReadItem(LoadItemType.TENSOR, index, torch.Size([0, 0]), index, place, lengths))
-    return LoadPlan(items)
+def rows(*reads: tuple[int, int]) -> list[tuple[str, Box]]:
+    """Reads of rows (first, number) of a tensor of 8 x 2."""
+    return [("w", Box((first, 0), (number, 2))) for first, number in reads]
 
 
 @pytest.mark.parametrize(
-    ("plans", "is_even"),
+    ("of_ranks", "is_even"),
     [
-        ([plan((0, 4), (4, 4))], True),
-        ([plan((0, 3)), plan((3, 1), (4, 4))], True),
-        ([plan((0, 4)), plan((0, 4)), plan((4, 4)), plan((4, 4))], True),
-        ([plan((0, 4))], False),
-        ([plan((0, 4)), plan((0, 4))], False),  # as many elements as the tensor has
-        ([plan((0, 4), (4, 4)), plan((4, 4))], False),
-        ([plan((0, 4), (4, 4)), plan((0, 2), (2, 2), (4, 4))], False),  # even, but not seen to be
+        ([rows((0, 4), (4, 4))], True),
+        ([rows((0, 3)), rows((3, 1), (4, 4))], True),
+        ([rows((0, 4)), rows((0, 4)), rows((4, 4)), rows((4, 4))], True),
+        ([rows((0, 4))], False),
+        ([rows((0, 4)), rows((0, 4))], False),  # as many elements as the tensor has
+        ([rows((0, 4), (4, 4)), rows((4, 4))], False),
+        ([rows((0, 4), (4, 4)), rows((0, 2), (2, 2), (4, 4))], True),
+        ([rows((0, 4), (4, 4)), rows((0, 2), (1, 3), (4, 4))], False),
+        ([rows((0, 4), (4, 4)), rows((0, 3), (2, 2), (4, 3))], False),  # as many again
+        ([[], []], True),
     ],
 )
-def test_reads_that_do_not_add_up_are_known_before(plans: list[LoadPlan], is_even: bool) -> None:
+def test_reads_that_do_not_add_up_are_known_before(of_ranks: list[list[tuple[str, Box]]], is_even: bool) -> None:
+    """What the ranks add up is what one has that reads it all."""
     manifest = Manifest("x", {"w": TensorEntry("w", "float32", (8, 2), ())})
-    assert uneven_reads(plans, manifest) == (frozenset() if is_even else {"w"})
+    reads = [read for of_rank in of_ranks for read in of_rank]
+    assert uneven_reads(reads, manifest, Ranks(), "loading") == (frozenset() if is_even else {"w"})

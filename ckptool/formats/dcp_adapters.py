@@ -12,8 +12,7 @@ import dataclasses
 import io
 import os
 import traceback
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future as ParallelResult
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,8 +25,6 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
-    LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -35,8 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
-from ckptool.core.box import Box, exact_cover_fault
-from ckptool.core.checkpoint import Manifest
+from ckptool.core.box import Box
 from ckptool.core.tensors import Chunk
 from ckptool.formats.dcp_reader import SourceReader, plain_errors
 from ckptool.formats.dcp_source import DcpSource, element_view, load_blob, slices
@@ -180,24 +176,15 @@ class SaveStatePlanner(DefaultSavePlanner):
 class LoadReader(SourceReader):
     """Adds up the digest of what it reads, beside the reading, for a comparison over all ranks.
 
-    Tensors that the ranks together don't read equally often in every element can't be compared; of those whole chunks
-    are read, and their CRC checked.
+    `uneven` tensors, which the ranks together don't read equally often in every element, can't be compared; of those
+    whole chunks are read, and their CRC checked.
     """
 
-    def __init__(self, source: DcpSource) -> None:
+    def __init__(self, source: DcpSource, uneven: frozenset[str]) -> None:
         super().__init__(source, allow_cast=True)
         self._has_digests = not source.check_crc
-        self._uneven: frozenset[str] = frozenset()
+        self._uneven = uneven
         self._parts: list[tuple[str, int, TensorDigest]] = []
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On rank 0, which sees what all ranks will read."""
-        uneven = uneven_reads(plans, self._source.manifest) if self._has_digests else frozenset()
-        return [dataclasses.replace(plan, storage_data=uneven) for plan in plans]
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._uneven = plan.storage_data or frozenset()
-        return super().read_data(plan, planner)
 
     def _is_read_alone(self, fqn: str, chunk: Chunk, box: Box, target: torch.Tensor) -> bool:
         return fqn in self._uneven or super()._is_read_alone(fqn, chunk, box, target)
@@ -236,21 +223,18 @@ class LoadReader(SourceReader):
         return read
 
 
-def uneven_reads(plans: Sequence[LoadPlan], manifest: Manifest) -> frozenset[str]:
-    """The tensors whose elements the ranks together don't all read equally often."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    boxes: dict[str, Box] = {}
-    for item in (item for plan in plans for item in plan.items if item.type == LoadItemType.TENSOR):
-        index = item.storage_index
-        offsets = tuple(a + b for a, b in zip(index.offset or (), item.storage_offsets, strict=True))
-        box = Box(offsets, tuple(item.lengths))
-        counts[index.fqn][str(box)] += 1
-        boxes[str(box)] = box
-    return frozenset(
-        fqn
-        for fqn, times in counts.items()
-        if len(set(times.values())) > 1 or exact_cover_fault([boxes[key] for key in times], manifest.tensors[fqn].shape)
-    )
+def planned_reads(state_dict: dict[str, Any], metadata: Metadata) -> list[tuple[str, Box]]:
+    """What this rank will read of tensors, each a region of one stored chunk."""
+    planner = LoadStatePlanner()
+    planner.set_up_planner(state_dict, metadata, is_coordinator=False)
+    items = [item for item in planner.create_local_plan().items if item.type == LoadItemType.TENSOR]
+    return [(item.storage_index.fqn, box_of(item)) for item in items]
+
+
+def box_of(item: ReadItem) -> Box:
+    """What is read, as a part of the whole tensor."""
+    offsets = zip(item.storage_index.offset or (), item.storage_offsets, strict=True)
+    return Box(tuple(a + b for a, b in offsets), tuple(item.lengths))
 
 
 class LoadStatePlanner(DefaultLoadPlanner):

@@ -31,8 +31,10 @@ import ckptool
 from ckptool.core.box import Box
 from ckptool.distributed import write_sidecars
 from ckptool.formats import tensor_reads
-from ckptool.formats.dcp_adapters import LoadReader, SaveWriter
+from ckptool.formats.dcp_adapters import LoadReader, SaveWriter, box_of
 from ckptool.formats.dcp_source import DcpSource, slices
+from ckptool.load_check import uneven_reads
+from ckptool.ranks import Ranks
 from ckptool.storage.digest import TensorDigest
 from ckptool.storage.digests_file import read_digests
 from ckptool.storage.files import RangeReader
@@ -166,8 +168,7 @@ def test_all_ranks_get_every_bit(
         folder = save(Path(name, "c"), tensors, chunks, turned)
         source = DcpSource(folder)
         source.check_crc = not has_digests
-        reader = LoadReader(source)
-        metadata = reader.read_metadata()
+        metadata = LoadReader(source, frozenset()).read_metadata()
         planners = []
         for boxes in ranks:
             targets = {}
@@ -176,11 +177,13 @@ def test_all_ranks_get_every_bit(
                 dtype = torch.float32 if is_cast and dtype == torch.bfloat16 else dtype
                 targets[fqn] = [(box, blank(box, dtype, is_turned)) for box in parts]
             planners.append(BoxLoadPlanner(targets))
-        plans = reader.prepare_global_plan([planner.plan_for(metadata) for planner in planners])
+        plans = [planner.plan_for(metadata) for planner in planners]
+        reads = [(item.storage_index.fqn, box_of(item)) for plan in plans for item in plan.items]
+        uneven = uneven_reads(reads, source.manifest, Ranks(), "loading")
         totals: dict[str, TensorDigest] = {}
         counts: dict[str, int] = {}
         for plan, planner in zip(plans, planners, strict=True):
-            of_rank = LoadReader(source)
+            of_rank = LoadReader(source, uneven)
             of_rank.read_data(plan, planner)
             assert planner.num_resolved == planner.num_committed == len(plan.items)
             for fqn, (digest, count) in of_rank.digests().items():
