@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from ckptool.core.position import DataPosition
 from ckptool.core.provenance import Provenance
 from ckptool.errors import CkptoolError, DistributedError, MismatchError, NotFoundError, name_some
-from ckptool.formats.dcp_adapters import LoadReader, LoadStatePlanner, SaveStatePlanner, SaveWriter, planned_reads
+from ckptool.formats.dcp_adapters import LoadReader, LoadStatePlanner, SaveStatePlanner, SaveWriter
 from ckptool.formats.dcp_metadata import PROVENANCE_FILE
 from ckptool.formats.dcp_source import DcpSource
-from ckptool.formats.dcp_torch import to_torch_metadata
 from ckptool.formats.hf_folder import EXTRA_NAME, copy_side_files, side_files
 from ckptool.load_check import check_loaded, uneven_reads
 from ckptool.ranks import Ranks
@@ -108,22 +107,20 @@ def load(
         checkpoint.check_crc = digests is None
         check = TemplateCheck(allow_cast, allow_missing, ignore)
         ranks.agree(action, lambda: check.run(Template(state_dict), checkpoint.manifest))
-        uneven: frozenset[str] = frozenset()
+        reader, planner = LoadReader(checkpoint), LoadStatePlanner()
         if digests is not None:
-            metadata = to_torch_metadata(checkpoint.manifest)
-            reads = ranks.agree(action, lambda: planned_reads(state_dict, metadata))
-            uneven = uneven_reads(reads, checkpoint.manifest, ranks, action)
-        reader = LoadReader(checkpoint, uneven)
-        ranks.agree(action, lambda: _read(state_dict, reader))
+            reads = ranks.agree(action, lambda: planner.reads(state_dict, reader.read_metadata()))
+            reader.uneven = uneven_reads(reads, checkpoint.manifest, ranks, action)
+        ranks.agree(action, lambda: _read(state_dict, reader, planner))
         if digests is not None:
             check_loaded(checkpoint, digests, reader.digests(), ranks, action)
 
 
-def _read(state_dict: dict[str, Any], reader: LoadReader) -> None:
+def _read(state_dict: dict[str, Any], reader: LoadReader, planner: LoadStatePlanner) -> None:
     """Fill this rank's part. The plans of all ranks, at times a million items, are nobody's to know."""
     try:
         with _quiet_alone():
-            dcp.load(state_dict, storage_reader=reader, planner=LoadStatePlanner(), no_dist=True)
+            dcp.load(state_dict, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         [(cause, _)] = error.failures.values()
         raise cause from error

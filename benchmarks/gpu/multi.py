@@ -27,36 +27,19 @@ from pathlib import Path
 from typing import Any
 
 import click
+from random_model import SIZES
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PROGRAMS = Path(__file__).parent / "rank_programs.py"
+MODEL_MAKER = Path(__file__).parent / "random_model.py"
 
 NUM_STEPS, SAVE_EVERY = 12, 4
 NUM_SAVES = 3
 WARMUP_STEPS = 3  # steps whose speed is not counted
 COMMAND_SECONDS = 240
 
-#: Sizes of a Llama, and the tokens of a sequence.
-SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320, "seq_len": 32},
-    "small": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 14,
-        "vocab_size": 32_000,
-        "seq_len": 2048,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "vocab_size": 128_256,
-        "seq_len": 4096,
-    },
-}
 PARAM_DTYPES = {"tiny": "fp32", "small": "fp32", "8b": "bf16"}
-HEAD_SIZE = {"tiny": 16, "small": 128, "8b": 128}
 
 Row = dict[str, Any]
 
@@ -183,7 +166,7 @@ def main_sections() -> dict[str, Callable[[Host], None]]:
 def prepare(host: Host) -> None:
     """A Hugging Face folder of random weights with a byte-level tokenizer, imported; and text."""
     began = time.monotonic()
-    host.run([sys.executable, __file__, "--make", host.work / "hf", "--size", host.size, "--device", host.device])
+    host.run([sys.executable, MODEL_MAKER, host.work / "hf", "--size", host.size, "--device", host.device])
     host.note("prepare", "made the model", seconds=round(time.monotonic() - began, 2))
     num_bytes = sum(file.stat().st_size for file in (host.work / "hf").glob("*.safetensors"))
     seconds = host.ckptool("import-hf", "-q", host.work / "hf", host.base)
@@ -384,45 +367,6 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def make_model(folder: Path, size: str, device: str) -> None:
-    """Write a Hugging Face folder of random bf16 weights, a file a layer, and a tokenizer of bytes."""
-    import torch
-    import transformers
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    sizes = {name: number for name, number in SIZES[size].items() if name != "seq_len"}
-    heads = sizes["hidden_size"] // HEAD_SIZE[size]
-    config = transformers.LlamaConfig(
-        **sizes,
-        num_attention_heads=heads,
-        num_key_value_heads=max(2, heads // 4),
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=256,
-    )
-    config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        shapes = {name: t.shape for name, t in transformers.LlamaForCausalLM(config).state_dict().items()}
-    torch.manual_seed(0)
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for name, shape in shapes.items():
-        made = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        tensor = made.fill_(1) if len(shape) < 2 else made.normal_(0, 0.02)
-        files.setdefault(".".join(name.split(".")[:3]), {})[name] = tensor.cpu()
-    names = {part: f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i, part in enumerate(files)}
-    for part, tensors in files.items():
-        save_file(tensors, folder / names[part], {"format": "pt"})
-    weight_map = {name: names[part] for part, tensors in files.items() for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
-
-
 def write(host: Host, results: Path, kept: set[str], seconds: float) -> None:
     """The raw rows, and a table of them; those of `kept` sections as they were written before."""
     import torch
@@ -458,7 +402,6 @@ def write(host: Host, results: Path, kept: set[str], seconds: float) -> None:
 @click.option("--seconds", type=float, default=460, show_default=True, help="When they are over nothing is begun.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for the data (default: a temporary one).")
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS, help="Folder for the table and the rows.")
-@click.option("--make", type=click.Path(path_type=Path), hidden=True)
 def main(
     ranks: int | None,
     device: str,
@@ -467,12 +410,8 @@ def main(
     seconds: float,
     work: Path | None,
     results: Path,
-    make: Path | None,
 ) -> None:
     """Run all sections and write what they found."""
-    if make is not None:
-        make_model(make, size, device)
-        return
     if ranks is None:
         import torch
 

@@ -29,7 +29,8 @@ import time
 from pathlib import Path
 
 import click
-from multi import RESULTS, SIZES, Host, prepare, read_lines
+from multi import RESULTS, Host, prepare, read_lines
+from random_model import SIZES
 
 NUM_STEPS = 2
 POLL_SECONDS = 0.05

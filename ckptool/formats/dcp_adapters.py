@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
+    LoadPlan,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -180,17 +181,17 @@ class LoadReader(SourceReader):
     whole chunks are read, and their CRC checked.
     """
 
-    def __init__(self, source: DcpSource, uneven: frozenset[str]) -> None:
+    def __init__(self, source: DcpSource) -> None:
         super().__init__(source, allow_cast=True)
+        self.uneven: frozenset[str] = frozenset()
         self._has_digests = not source.check_crc
-        self._uneven = uneven
         self._parts: list[tuple[str, int, TensorDigest]] = []
 
     def _is_read_alone(self, fqn: str, chunk: Chunk, box: Box, target: torch.Tensor) -> bool:
-        return fqn in self._uneven or super()._is_read_alone(fqn, chunk, box, target)
+        return fqn in self.uneven or super()._is_read_alone(fqn, chunk, box, target)
 
     def _fill(self, fqn: str, chunk: Chunk, box: Box, data: memoryview) -> None:
-        if fqn in self._uneven:
+        if fqn in self.uneven:
             self._fill_checked(fqn, chunk, box, data)
             return
         super()._fill(fqn, chunk, box, data)
@@ -223,14 +224,6 @@ class LoadReader(SourceReader):
         return read
 
 
-def planned_reads(state_dict: dict[str, Any], metadata: Metadata) -> list[tuple[str, Box]]:
-    """What this rank will read of tensors, each a region of one stored chunk."""
-    planner = LoadStatePlanner()
-    planner.set_up_planner(state_dict, metadata, is_coordinator=False)
-    items = [item for item in planner.create_local_plan().items if item.type == LoadItemType.TENSOR]
-    return [(item.storage_index.fqn, box_of(item)) for item in items]
-
-
 def box_of(item: ReadItem) -> Box:
     """What is read, as a part of the whole tensor."""
     offsets = zip(item.storage_index.offset or (), item.storage_offsets, strict=True)
@@ -242,6 +235,19 @@ class LoadStatePlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(allow_partial_load=True)
+        self._plan: LoadPlan | None = None
+
+    def reads(self, state_dict: dict[str, Any], metadata: Metadata) -> list[tuple[str, Box]]:
+        """What this rank will read of tensors, each a region of one stored chunk."""
+        self.set_up_planner(state_dict, metadata, is_coordinator=False)
+        items = [item for item in self.create_local_plan().items if item.type == LoadItemType.TENSOR]
+        return [(item.storage_index.fqn, box_of(item)) for item in items]
+
+    def create_local_plan(self) -> LoadPlan:
+        """Made once: torch goes through all stored chunks for it, of which there may be a million."""
+        if self._plan is None:
+            self._plan = super().create_local_plan()
+        return self._plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn

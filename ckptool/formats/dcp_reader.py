@@ -67,6 +67,7 @@ class SourceReader(TorchStorageReader):
         super().__init__()
         self._source = source
         self._allow_cast = allow_cast
+        self._metadata: Metadata | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -76,12 +77,13 @@ class SourceReader(TorchStorageReader):
         """Go on with another checkpoint. Raises as `StorageReader` does."""
         if checkpoint_id is not None and Path(checkpoint_id) != Path(self.checkpoint_id):
             self._source.close()
-            self._source = _open(checkpoint_id)
+            self._source, self._metadata = _open(checkpoint_id), None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = to_torch_metadata(self._source.manifest)
-        metadata.storage_meta = StorageMeta()
-        return metadata
+        if self._metadata is None:
+            self._metadata = to_torch_metadata(self._source.manifest)
+            self._metadata.storage_meta = StorageMeta()
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass

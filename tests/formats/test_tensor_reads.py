@@ -168,7 +168,7 @@ def test_all_ranks_get_every_bit(
         folder = save(Path(name, "c"), tensors, chunks, turned)
         source = DcpSource(folder)
         source.check_crc = not has_digests
-        metadata = LoadReader(source, frozenset()).read_metadata()
+        metadata = LoadReader(source).read_metadata()
         planners = []
         for boxes in ranks:
             targets = {}
@@ -183,7 +183,8 @@ def test_all_ranks_get_every_bit(
         totals: dict[str, TensorDigest] = {}
         counts: dict[str, int] = {}
         for plan, planner in zip(plans, planners, strict=True):
-            of_rank = LoadReader(source, uneven)
+            of_rank = LoadReader(source)
+            of_rank.uneven = uneven
             of_rank.read_data(plan, planner)
             assert planner.num_resolved == planner.num_committed == len(plan.items)
             for fqn, (digest, count) in of_rank.digests().items():
