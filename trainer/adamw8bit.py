@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ckptool import UsageError
+from trainer.adamw import Rates, adamw_update, update_each
 from trainer.dynamic_code import BLOCK_SIZE, DynamicCode, num_blocks
-from trainer.rounding import Rates, adamw_update, chance_of, local_part, round_by_chance, update_each
+from trainer.rounding import chance_key, generator_of, local_part, round_by_chance
 
 #: Codes (..., BLOCK_SIZE) and scales of blocks.
 Coded = tuple[torch.Tensor, torch.Tensor]
@@ -56,9 +57,11 @@ class EightBitAdamW(torch.optim.AdamW):
         state = self.state[parameter]
         state["step"] += 1
         done = int(state["step"])
-        rates = Rates.of(group, done)
-        chance = None if self._seed is None else chance_of(parameter, self._seed, done, number)
+        rates = Rates.of(self, group, done)
         weight, grad = local_part(parameter.data), local_part(cast(torch.Tensor, parameter.grad))
+        chance = None
+        if self._seed is not None:
+            chance = generator_of(chance_key(parameter, self._seed, done, number), weight.device)
         if MEAN_SCALE not in state:
             mean, square = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
             exact = adamw_update(weight, grad.float(), mean, square, rates)

@@ -114,7 +114,8 @@ class _LinearLoss(torch.autograd.Function):
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
         of_hidden, of_weight = (needs_gradient and needed for needed in ctx.needs_input_grad[:2])
         hidden_grad = torch.empty_like(hidden) if of_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=sum_dtype) if of_weight else None
+        no_sum_yet = torch.empty_like if len(hidden) else torch.zeros_like
+        weight_grad = no_sum_yet(weight, dtype=sum_dtype) if of_weight else None
         loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         num_chunks = math.ceil(hidden.shape[0] * weight.shape[0] / CHUNK_ELEMENTS)
         num_tokens = max(1, math.ceil(hidden.shape[0] / max(1, num_chunks)))  # equal ones, so that one compilation does
@@ -125,7 +126,7 @@ class _LinearLoss(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(logits_grad, weight, out=hidden_grad[tokens])
             if weight_grad is not None:
-                _add_product(weight_grad, logits_grad.T, hidden[tokens])
+                _add_product(weight_grad, logits_grad.T, hidden[tokens], is_first=start == 0)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         return loss
@@ -138,14 +139,19 @@ class _LinearLoss(torch.autograd.Function):
         if hidden_grad is not None:
             hidden_grad = hidden_grad * scale.to(hidden_grad.dtype)
         if weight_grad is not None:
-            weight_grad = (weight_grad * scale).to(ctx.weight_dtype)
+            # Scaled and cast in one pass, with no scaled copy in fp32 between.
+            narrow = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
+            weight_grad = torch.mul(weight_grad, scale, out=narrow)
         return hidden_grad, weight_grad, None, None, None
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add `left @ right` to `total`, which may be wider. With CUDA the product itself adds, and rounds nothing."""
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, is_first: bool) -> None:
+    """Add `left @ right` to `total`, which may be wider and holds nothing yet before the first one. With CUDA the
+    product itself adds, and rounds nothing."""
     if total.is_cuda and torch.version.hip is None and total.dtype != left.dtype:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left, right, beta=0 if is_first else 1, out_dtype=total.dtype, out=total)
+    elif is_first:
+        total.copy_(left @ right)
     else:
         total += left @ right
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ckptool import Manifest, MismatchError
+from trainer import adamw_kernel
+from trainer.adamw import OnePassAdamW
 from trainer.adamw8bit import MEAN_SCALE, EightBitAdamW, new_moments
-from trainer.rounding import RoundedAdamW
+from trainer.rounding import local_part
 
 _BETAS = (0.9, 0.95)
 
@@ -25,7 +27,7 @@ def build_optimizer(
     name: str = "adamw",
     compiled: bool = False,
 ) -> torch.optim.AdamW:
-    """Fused AdamW over `parameters` (a tied one once), or one with 8-bit moments, whose update may be `compiled`;
+    """AdamW in one pass over `parameters` (a tied one once), or one with 8-bit moments, whose update may be `compiled`;
     vectors and scalars don't decay.
 
     With a `rounding_seed`, bf16 weights are rounded by chance and the moments are fp32, or 8 bits.
@@ -40,10 +42,10 @@ def build_optimizer(
     optimizer: torch.optim.AdamW
     if name == "adamw8bit":
         optimizer = EightBitAdamW(groups, rounding_seed, compiled, lr=lr, betas=_BETAS)
-    elif rounding_seed is None:
-        optimizer = torch.optim.AdamW(groups, lr=lr, betas=_BETAS, fused=True)
+    elif rounding_seed is not None or all(adamw_kernel.serves(local_part(p)) for p in parameters.values()):
+        optimizer = OnePassAdamW(groups, rounding_seed, lr=lr, betas=_BETAS)
     else:
-        optimizer = RoundedAdamW(groups, rounding_seed, lr=lr, betas=_BETAS)
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=_BETAS, fused=True)
     for fqn, parameter in parameters.items():
         if name == "adamw8bit":
             moments = new_moments(fqn, parameter)

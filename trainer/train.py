@@ -273,9 +273,15 @@ def forward_backward(
 
 
 def clip_gradients(state: TrainingState, max_norm: float) -> torch.Tensor:
-    """Scale the gradients down to `max_norm` (0: leave them); returns their global norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(state.parameters().values(), max_norm or float("inf"))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Have the optimizer's next step scale the gradients down to `max_norm` (0: leave them); returns their global norm.
+
+    The gradients themselves stay as they are: the update divides by the scale as it reads them.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in state.parameters().values() if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    scale = ((norm.float() + 1e-6) / max_norm).clamp(min=1) if max_norm else None  # torch's clip_grad_norm_
+    state.optimizer.grad_scale = scale  # type: ignore[attr-defined]  # known to torch's fused optimizers and to ours
+    return norm
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:

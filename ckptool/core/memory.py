@@ -236,7 +236,7 @@ def _loss(model: ModelSizes, setup: TrainingSetup) -> int:
     chunk = math.ceil(setup.num_tokens / num_chunks) * model.vocab
     widened = _FP32_BYTES if compute < _FP32_BYTES else 0
     gradients = model.head_parameters * _FP32_BYTES + setup.num_tokens * model.hidden * compute
-    of_head = model.head_parameters * (_FP32_BYTES + compute)  # the gradient scaled, and cast
+    of_head = model.head_parameters * compute  # the gradient, scaled and cast
     per_logit = 2 * compute + widened if setup.compiled else compute + widened + 3 * _FP32_BYTES
     return gradients + max(chunk * per_logit, of_head)
 

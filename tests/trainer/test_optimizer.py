@@ -5,6 +5,7 @@ import torch
 
 import ckptool
 from ckptool import MismatchError
+from tests.trainer.tiny import DEVICE
 from trainer.optimizer import build_optimizer, optimizer_state, restore_groups
 
 
@@ -39,6 +40,31 @@ def test_report_10_state_of_the_never_stepped_and_of_the_later_frozen_is_saved_a
     assert [other.state[parameter]["step"].item() for parameter in fresh.values()] == [1, 0]
     assert torch.equal(other.state[fresh["first.weight"]]["exp_avg"], torch.full((3, 2), 0.1))
     assert not other.state[fresh["second.weight"]]["exp_avg"].any()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"rounding_seed": 1}, {"name": "adamw8bit"}, {"name": "adamw8bit", "rounding_seed": 1}]
+)
+def test_gradients_are_divided_by_the_grad_scale(settings):
+    """By a power of two, so that not a bit is lost."""
+    updated = []
+    for factor in (1, 4):
+        generator = torch.Generator().manual_seed(0)
+        dtype = torch.bfloat16 if "rounding_seed" in settings else torch.float32
+        shapes = {"codes.weight": (3, 512), "weight": (3, 5), "bias": (7,)}
+        parameters = {
+            name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(device=DEVICE, dtype=dtype))
+            for name, shape in shapes.items()
+        }
+        optimizer = build_optimizer(parameters, lr=0.1, weight_decay=0.1, **settings)
+        optimizer.grad_scale = torch.tensor(float(factor), device=DEVICE)
+        for _ in range(2):
+            for parameter in parameters.values():
+                gradient = torch.randn(parameter.shape, generator=generator).mul(factor)
+                parameter.grad = gradient.to(parameter)
+            optimizer.step()
+        updated.append(parameters.values())
+    assert all(torch.equal(one, other) for one, other in zip(*updated, strict=True))
 
 
 def test_groups_of_other_parameters_are_refused():

@@ -11,7 +11,8 @@ import ckptool
 from ckptool import UsageError
 from tests.spawn import run_ranks
 from tests.trainer.tiny import run
-from trainer.rounding import RoundedAdamW, round_by_chance
+from trainer.adamw import OnePassAdamW
+from trainer.rounding import round_by_chance
 
 
 def test_rounding_is_to_a_neighbour_and_right_on_average():
@@ -25,7 +26,7 @@ def test_rounding_is_to_a_neighbour_and_right_on_average():
 
 def test_small_updates_that_nearest_rounding_loses_arrive():
     weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
-    optimizer = RoundedAdamW([weight], 0, lr=1e-4, weight_decay=0.0)
+    optimizer = OnePassAdamW([weight], 0, lr=1e-4, weight_decay=0.0)
     optimizer.state[weight] = {
         "step": torch.zeros(()),
         "exp_avg": torch.zeros(4096),
@@ -44,7 +45,7 @@ def rounded_on_two_ranks(rank):
     weights = []
     for placement in (Replicate(), Shard(0)):
         weight = torch.nn.Parameter(distribute_tensor(torch.ones(64, dtype=torch.bfloat16), mesh, [placement]))
-        optimizer = RoundedAdamW([weight], 0, lr=1e-3)
+        optimizer = OnePassAdamW([weight], 0, lr=1e-3)
         moments = {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[weight] = {"step": torch.zeros(()), **moments}
         weight.grad = torch.ones_like(weight)

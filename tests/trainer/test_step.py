@@ -33,16 +33,25 @@ def test_gradients_meet_in_the_last_micro_step_only(pristine, tmp_path):
 
 
 def norms(rank, root, grad_clip):
-    """The norm of all gradients as the trainer says it, and of what it leaves of them."""
-    clip_gradients, found = train.clip_gradients, []
+    """The norm of all gradients as the trainer says it, and of what the optimizer has taken of them.
 
-    def watched(state, max_norm):
-        norm = clip_gradients(state, max_norm)
-        left = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in state.parameters().values()]
-        found[:] = norm.item(), math.sqrt(sum(gradient.square().sum().item() for gradient in left))
-        return norm
+    The first step's moments tell: they are 1 - beta1 = 0.1 of the gradients.
+    """
+    clip_gradients, is_shown, states = train.clip_gradients, train.is_shown, []
+    found = []
 
-    train.clip_gradients = watched
+    def clip(state, max_norm):
+        states.append(state)
+        return clip_gradients(state, max_norm)
+
+    def after_step(config, metrics):
+        moments = [state["exp_avg"] for state in states[0].optimizer.state.values()]
+        whole = [moment.full_tensor() if isinstance(moment, DTensor) else moment for moment in moments]
+        taken = math.sqrt(sum(moment.double().square().sum().item() for moment in whole)) / 0.1
+        found[:] = metrics.grad_norm, taken
+        return is_shown(config, metrics)
+
+    train.clip_gradients, train.is_shown = clip, after_step
     train.train(tiny_config(root, steps=1, grad_clip=grad_clip))
     return found
 

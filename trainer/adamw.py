@@ -1,0 +1,89 @@
+"""AdamW with its own update: in one pass on a GPU, and for bf16 weights that are rounded by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from trainer import adamw_kernel
+from trainer.rounding import chance_key, generator_of, local_part, round_by_chance
+
+
+class OnePassAdamW(torch.optim.AdamW):
+    """The update of torch's AdamW (Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2), in fp32.
+
+    With a `rounding_seed`, bf16 weights are rounded by chance. The random numbers are a function of the seed, the step,
+    the parameter's number and the shard's place, so a resumed run rounds as it would have, and copies of a shard stay
+    equal.
+    """
+
+    def __init__(self, params: Iterable[Any], rounding_seed: int | None = None, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self._seed = rounding_seed
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        update_each(self, self._update)
+
+    def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any], number: int) -> None:
+        state = self.state[parameter]
+        state["step"] += 1
+        done = int(state["step"])
+        rates = Rates.of(self, group, done)
+        key = None if self._seed is None else chance_key(parameter, self._seed, done, number)
+        weight, mean, square = (local_part(t) for t in (parameter.data, state["exp_avg"], state["exp_avg_sq"]))
+        grad = local_part(cast(torch.Tensor, parameter.grad))
+        if all(adamw_kernel.serves(tensor) for tensor in (weight, mean, square)):
+            adamw_kernel.update(weight, grad.contiguous(), mean, square, rates, key)
+            return
+        exact = adamw_update(weight, grad.float(), mean, square, rates)
+        weight.copy_(exact if key is None else round_by_chance(exact, generator_of(key, weight.device)))
+
+
+def update_each(
+    optimizer: torch.optim.Optimizer, update: Callable[[torch.nn.Parameter, dict[str, Any], int], None]
+) -> None:
+    """Call `update` for each parameter that has a gradient, with its group and its number, counted from 1."""
+    numbered = enumerate(((p, group) for group in optimizer.param_groups for p in group["params"]), start=1)
+    for number, (parameter, group) in numbered:
+        if parameter.grad is not None:
+            update(parameter, group, number)
+
+
+class Rates(NamedTuple):
+    """The numbers of one update of AdamW. `of_step` are those that change from step to step: what the weight is
+    multiplied with, the step size, and what the squares are divided by, the latter two corrected for moments that have
+    begun at 0; floats, or a tensor of all three. Gradients are divided by `grad_scale`, a scalar of fp32."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    of_step: tuple[float, float, float] | torch.Tensor
+    grad_scale: torch.Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any], num_steps: int) -> Rates:
+        """Those of a parameter group of the optimizer at its step `num_steps`, counted from 1.
+
+        The optimizer's attribute `grad_scale`, if it is set, has the meaning that it has for torch's fused optimizers.
+        """
+        beta1, beta2 = group["betas"]
+        kept, step_size = 1 - group["lr"] * group["weight_decay"], group["lr"] / (1 - beta1**num_steps)
+        of_step = (kept, step_size, 1 - beta2**num_steps)
+        return cls(beta1, beta2, group["eps"], of_step, getattr(optimizer, "grad_scale", None))
+
+
+def adamw_update(
+    weight: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, rates: Rates
+) -> torch.Tensor:
+    """The weight after one step of AdamW, in fp32. `grad` is fp32; both moments are fp32 and updated in place."""
+    kept, step_size, correction = rates.of_step
+    if rates.grad_scale is not None:
+        grad = grad / rates.grad_scale
+    mean.lerp_(grad, 1 - rates.beta1)
+    square.mul_(rates.beta2).addcmul_(grad, grad, value=1 - rates.beta2)
+    scale = (square / correction).sqrt_().add_(rates.eps).div_(step_size)
+    return (weight.float() * kept).addcdiv_(mean, scale, value=-1)
