@@ -66,24 +66,24 @@ def _kernel(function: Any) -> Any:
 
 
 @_kernel
-def _update(
-    weight_start: Any,
-    grad_start: Any,
-    mean_start: Any,
-    square_start: Any,
-    grad_scale_at: Any,
-    num_elements: Any,
-    kept: Any,
-    step_size: Any,
-    correction: Any,
-    beta1: Any,
-    beta2: Any,
-    eps: Any,
-    chance_key: Any,
+def _update(  # type: ignore[no-untyped-def]  # Triton reads annotations as code
+    weight_start,
+    grad_start,
+    mean_start,
+    square_start,
+    grad_scale_at,
+    num_elements,
+    kept,
+    step_size,
+    correction,
+    beta1,
+    beta2,
+    eps,
+    chance_key,
     IS_SCALED: tl.constexpr,
     BY_CHANCE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-) -> None:
+):
     place = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     inside = place < num_elements
     weight = tl.load(weight_start + place, mask=inside).to(tl.float32)
