@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from trainer import adamw_kernel
+from trainer.adamw_kernel import Update
 from trainer.rounding import chance_key, generator_of, local_part, round_by_chance
 
 
@@ -26,31 +27,36 @@ class OnePassAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        update_each(self, self._update)
+        updates = [self._update_of(*what) for what in with_gradients(self)]
+        if all(adamw_kernel.serves(update.weight) for update in updates):
+            adamw_kernel.update_all(updates)
+            return
+        for update in updates:
+            weight, grad, mean, square = update.tensors
+            exact = adamw_update(weight, grad.float(), mean, square, update.rates)
+            key = update.chance_key
+            weight.copy_(exact if key is None else round_by_chance(exact, generator_of(key, weight.device)))
 
-    def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any], number: int) -> None:
+    def _update_of(self, parameter: torch.nn.Parameter, group: dict[str, Any], number: int) -> Update:
         state = self.state[parameter]
         state["step"] += 1
         done = int(state["step"])
-        rates = Rates.of(self, group, done)
-        key = None if self._seed is None else chance_key(parameter, self._seed, done, number)
-        weight, mean, square = (local_part(t) for t in (parameter.data, state["exp_avg"], state["exp_avg_sq"]))
-        grad = local_part(cast(torch.Tensor, parameter.grad))
-        if all(adamw_kernel.serves(tensor) for tensor in (weight, mean, square)):
-            adamw_kernel.update(weight, grad.contiguous(), mean, square, rates, key)
-            return
-        exact = adamw_update(weight, grad.float(), mean, square, rates)
-        weight.copy_(exact if key is None else round_by_chance(exact, generator_of(key, weight.device)))
+        return Update(
+            weight=local_part(parameter.data),
+            grad=local_part(cast(torch.Tensor, parameter.grad)).contiguous(),
+            mean=local_part(state["exp_avg"]),
+            square=local_part(state["exp_avg_sq"]),
+            rates=Rates.of(self, group, done),
+            chance_key=None if self._seed is None else chance_key(parameter, self._seed, done, number),
+        )
 
 
-def update_each(
-    optimizer: torch.optim.Optimizer, update: Callable[[torch.nn.Parameter, dict[str, Any], int], None]
-) -> None:
-    """Call `update` for each parameter that has a gradient, with its group and its number, counted from 1."""
+def with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], int]]:
+    """Each parameter that has a gradient, with its group and its number, counted from 1."""
     numbered = enumerate(((p, group) for group in optimizer.param_groups for p in group["params"]), start=1)
     for number, (parameter, group) in numbered:
         if parameter.grad is not None:
-            update(parameter, group, number)
+            yield parameter, group, number
 
 
 class Rates(NamedTuple):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ckptool import UsageError
-from trainer.adamw import Rates, adamw_update, update_each
+from trainer.adamw import Rates, adamw_update, with_gradients
 from trainer.dynamic_code import BLOCK_SIZE, DynamicCode, num_blocks
 from trainer.rounding import chance_key, generator_of, local_part, round_by_chance
 
@@ -51,7 +51,8 @@ class EightBitAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        update_each(self, self._update)
+        for parameter, group, number in with_gradients(self):
+            self._update(parameter, group, number)
 
     def _update(self, parameter: torch.nn.Parameter, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]

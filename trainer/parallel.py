@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -103,10 +103,11 @@ class Ranks:
         dist.all_reduce(total)
         return total // self.tp_size
 
-    def sum(self, *values: torch.Tensor | float) -> list[float]:
+    def sum(self, *values: torch.Tensor | float, known: Sequence[torch.Tensor] = ()) -> list[float]:
         """The sum of each number over the parts of the data, in float64 and in one round.
 
-        The ranks of a tensor-parallel group count as one: their mean.
+        The ranks of a tensor-parallel group count as one: their mean. After the sums come the numbers `known` to every
+        rank as they are: what is on a GPU is waited for once.
         """
         parts = [
             v.detach().to(self.device, torch.float64)
@@ -116,7 +117,7 @@ class Ranks:
         ]
         total = torch.stack(parts)
         dist.all_reduce(total)
-        return (total / self.tp_size).tolist()
+        return torch.cat([total / self.tp_size, *(v.to(total).view(1) for v in known)]).tolist()
 
 
 @contextlib.contextmanager

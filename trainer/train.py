@@ -159,8 +159,9 @@ def run_steps(run: Run) -> None:
             norm = clip_gradients(state, config.grad_clip)
             # The one place where a step waits for the GPU: what follows is begun while it still updates the weights.
             is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
-            mean_loss, must_stop, must_save = ranks.sum(loss, bool(run.stop.received), is_late)
-            grad_norm, num_tokens = norm.item(), int(num_labels)
+            mean_loss, must_stop, must_save, grad_norm, num_tokens = ranks.sum(
+                loss, bool(run.stop.received), is_late, known=[norm, num_labels]
+            )
         with watch.phase_of("optimizer"):
             saves.before_update()
             num_skipped = 0 if math.isfinite(grad_norm) else num_skipped + 1
@@ -199,7 +200,7 @@ def run_steps(run: Run) -> None:
             loss=mean_loss,
             lr=lr,
             grad_norm=grad_norm,
-            tokens=num_tokens,
+            tokens=int(num_tokens),
             tokens_per_second=tokens_per_second,
             step_seconds=step_seconds,
             consumed=state.position.consumed,
