@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -23,24 +24,39 @@ class OnePassAdamW(torch.optim.AdamW):
     def __init__(self, params: Iterable[Any], rounding_seed: int | None = None, **settings: Any) -> None:
         super().__init__(params, **settings)
         self._seed = rounding_seed
+        self._prepared: list[Callable[[], None]] | None = None
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Do what the next step demands of the host: it takes milliseconds, in which a GPU still computes gradients.
+
+        For the gradients, the `grad_scale` and the rates that are there now.
+        """
+        updates = [self._update_of(*what) for what in with_gradients(self)]
+        if all(adamw_kernel.serves(update.weight) for update in updates):
+            self._prepared = adamw_kernel.prepared(updates)
+        else:
+            self._prepared = [functools.partial(_update_in_parts, update) for update in updates]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        updates = [self._update_of(*what) for what in with_gradients(self)]
-        if all(adamw_kernel.serves(update.weight) for update in updates):
-            adamw_kernel.update_all(updates)
-            return
-        for update in updates:
-            weight, grad, mean, square = update.tensors
-            exact = adamw_update(weight, grad.float(), mean, square, update.rates)
-            key = update.chance_key
-            weight.copy_(exact if key is None else round_by_chance(exact, generator_of(key, weight.device)))
+        if self._prepared is None:
+            self.prepare()
+        for update in self._prepared or ():
+            update()
+        self._prepared = None
+        for parameter, _, _ in with_gradients(self):
+            self.state[parameter]["step"] += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also forget what is prepared for the gradients."""
+        self._prepared = None
+        super().zero_grad(set_to_none)
 
     def _update_of(self, parameter: torch.nn.Parameter, group: dict[str, Any], number: int) -> Update:
         state = self.state[parameter]
-        state["step"] += 1
-        done = int(state["step"])
+        done = int(state["step"]) + 1
         return Update(
             weight=local_part(parameter.data),
             grad=local_part(cast(torch.Tensor, parameter.grad)).contiguous(),
@@ -49,6 +65,13 @@ class OnePassAdamW(torch.optim.AdamW):
             rates=Rates.of(self, group, done),
             chance_key=None if self._seed is None else chance_key(parameter, self._seed, done, number),
         )
+
+
+def _update_in_parts(update: Update) -> None:
+    weight, grad, mean, square = update.tensors
+    exact = adamw_update(weight, grad.float(), mean, square, update.rates)
+    key = update.chance_key
+    weight.copy_(exact if key is None else round_by_chance(exact, generator_of(key, weight.device)))
 
 
 def with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any], int]]:

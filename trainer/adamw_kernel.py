@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,17 +60,17 @@ def serves(tensor: torch.Tensor) -> bool:
     return triton is not None and tensor.is_cuda and tensor.is_contiguous()
 
 
-def update_all(updates: list[Update]) -> None:
-    """Do the updates, in fp32. The tensors of each are contiguous and of one shape."""
+def prepared(updates: list[Update]) -> list[Callable[[], None]]:
+    """Calls that do the updates, in fp32, with all that the host has to do for them done. The tensors of an update are
+    contiguous and of one shape."""
     kinds: defaultdict[tuple[Any, ...], list[Update]] = defaultdict(list)
     for update in updates:
         if update.weight.numel():
             kinds[update.kind].append(update)
-    for alike in kinds.values():
-        _update_alike(alike)
+    return [_prepared_alike(alike) for alike in kinds.values()]
 
 
-def _update_alike(updates: list[Update]) -> None:
+def _prepared_alike(updates: list[Update]) -> Callable[[], None]:
     device, rates = updates[0].weight.device, updates[0].rates
     addresses = [[tensor.data_ptr() for tensor in update.tensors] for update in updates]
     sizes = tuple(update.weight.numel() for update in updates)
@@ -79,23 +80,28 @@ def _update_alike(updates: list[Update]) -> None:
     table = _to_device(torch.tensor(rows, dtype=torch.int64), device)
     numbers = _to_device(torch.tensor([update.rates.of_step for update in updates], dtype=torch.float32), device)
     is_aligned = not any(address % _VECTOR_BYTES for where in addresses for address in where)
-    with torch.cuda.device(device):
-        for is_whole, chunks in zip((True, False), _chunks(sizes, device), strict=True):
-            if len(chunks):
-                _update[(len(chunks),)](
-                    *updates[0].tensors,  # for their dtypes
-                    table,
-                    numbers,
-                    chunks,
-                    numbers if rates.grad_scale is None else rates.grad_scale,
-                    *(float(number) for number in (1 - rates.beta1, rates.beta2, 1 - rates.beta2, rates.eps)),
-                    IS_WHOLE=is_whole,
-                    IS_ALIGNED=is_aligned,
-                    IS_SCALED=rates.grad_scale is not None,
-                    BY_CHANCE=updates[0].chance_key is not None,
-                    CHUNK_SIZE=_CHUNK_SIZE,
-                    BLOCK_SIZE=_BLOCK_SIZE,
-                )
+    chunks = _chunks(sizes, device)
+
+    def call() -> None:
+        with torch.cuda.device(device):
+            for is_whole, some in zip((True, False), chunks, strict=True):
+                if len(some):
+                    _update[(len(some),)](
+                        *updates[0].tensors,  # for their dtypes
+                        table,
+                        numbers,
+                        some,
+                        numbers if rates.grad_scale is None else rates.grad_scale,
+                        *(float(number) for number in (1 - rates.beta1, rates.beta2, 1 - rates.beta2, rates.eps)),
+                        IS_WHOLE=is_whole,
+                        IS_ALIGNED=is_aligned,
+                        IS_SCALED=rates.grad_scale is not None,
+                        BY_CHANCE=updates[0].chance_key is not None,
+                        CHUNK_SIZE=_CHUNK_SIZE,
+                        BLOCK_SIZE=_BLOCK_SIZE,
+                    )
+
+    return call
 
 
 @functools.lru_cache(maxsize=8)

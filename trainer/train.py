@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptool import CkptoolError
 from trainer import checkpoint, parallel
+from trainer.adamw import OnePassAdamW
 from trainer.async_save import Saves, SaveTimes
 from trainer.build import build_state
 from trainer.checkpoint import TrainingState
@@ -157,6 +158,7 @@ def run_steps(run: Run) -> None:
             num_labels = ranks.total(sum(batch.num_trained() for batch in batches)).clamp(min=1)
             loss, fed = forward_backward(ranks, state, batches, num_labels)
             norm = clip_gradients(state, config.grad_clip)
+            prepare_update(state.optimizer)
             # The one place where a step waits for the GPU: what follows is begun while it still updates the weights.
             is_late = ranks.rank == 0 and config.saves_at_age(time.monotonic() - saved_at)
             mean_loss, must_stop, must_save, grad_norm, num_tokens = ranks.sum(
@@ -283,6 +285,12 @@ def clip_gradients(state: TrainingState, max_norm: float) -> torch.Tensor:
     scale = ((norm.float() + 1e-6) / max_norm).clamp(min=1) if max_norm else None  # torch's clip_grad_norm_
     state.optimizer.grad_scale = scale  # type: ignore[attr-defined]  # known to torch's fused optimizers and to ours
     return norm
+
+
+def prepare_update(optimizer: torch.optim.Optimizer) -> None:
+    """Have the host's part of the next update done while the GPU is still at the backward pass."""
+    if isinstance(optimizer, OnePassAdamW):
+        optimizer.prepare()
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(steps.TOP))
 
 from trainer.optimizer import build_optimizer
 
-NUM_STEPS, WARMUP_STEPS, LR = 50, 10, 3e-4
+NUM_STEPS, WARMUP_STEPS, LR = 50, 10, 3e-5
 NUM_TOKENS = 4000  # that the text is made of
 
 Weights = dict[str, torch.Tensor]

@@ -122,7 +122,7 @@ _FIELDS = ("code", "checkpointing", "compile", "loss")
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="1b", show_default=True)
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--sequences", type=click.IntRange(1), help="Sequences a step and GPU (default: by the shape).")
-@click.option("--only", default="", help="Only rows whose text holds these words, e.g. `trainer none`.")
+@click.option("--only", multiple=True, help="Only rows that have these words, e.g. `trainer none`. Can be repeated.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
 @click.option("--seconds", type=float, default=470, show_default=True, help="When they are over nothing is begun.")
 @click.option("--results", type=click.Path(path_type=Path), default=RESULTS)
@@ -132,7 +132,7 @@ def main(
     shape: str,
     ranks: int,
     sequences: int | None,
-    only: str,
+    only: tuple[str, ...],
     device: str,
     seconds: float,
     results: Path,
@@ -148,7 +148,8 @@ def main(
     for values in ROWS if ranks == 1 else ROWS_OF_SEVERAL:
         row = dict(zip(_FIELDS, values, strict=True)) | {"shape": shape, "ranks": ranks}
         row["sequences"] = sequences or SEQUENCES[shape]
-        if not all(word in " ".join(map(str, values)) for word in only.split()):
+        words = " ".join(map(str, values)).split()
+        if only and not any(all(word in words for word in wanted.split()) for wanted in only):
             continue
         left = seconds - (time.monotonic() - began)
         if left < ROW_SECONDS / 3:
@@ -393,7 +394,7 @@ def trainer_state(
     from trainer.config import TrainConfig
     from trainer.loss import use_chunks
     from trainer.origin import Origin
-    from trainer.train import clip_gradients, forward_backward
+    from trainer.train import clip_gradients, forward_backward, prepare_update
     from trainer.units import MicroBatch
 
     options = ["--steps", "100", "--param-dtype", "bf16", "--compute-dtype", "bf16", "--device", device]
@@ -429,6 +430,7 @@ def trainer_state(
         inputs, labels = next(batches)
         loss, _ = forward_backward(ranks, state, [MicroBatch((), inputs, labels)], labels.numel() * ranks.world_size)
         norm = clip_gradients(state, config.grad_clip)
+        prepare_update(state.optimizer)
         mean_loss, _ = ranks.sum(loss, known=[norm])
         before_update()
         state.optimizer.step()

@@ -5,10 +5,16 @@ import torch
 
 from tests.trainer.tiny import DEVICE
 from trainer.adamw import OnePassAdamW, Rates, adamw_update
-from trainer.adamw_kernel import Update, update_all
+from trainer.adamw_kernel import Update, prepared
 from trainer.optimizer import build_optimizer
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the kernel is for GPUs")
+
+
+def update_all(updates):
+    for call in prepared(updates):
+        call()
+
 
 SHAPES = {"matrix": (300, 70), "vector": (70,)}
 RATES = Rates(0.9, 0.95, 1e-8, (1 - 1e-4, 1e-3, 0.4), None)
