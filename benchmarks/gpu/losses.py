@@ -5,7 +5,7 @@
 
 Every row trains a Llama of the 1B shape from the same weights on the same text, weights and AdamW states in bf16. The
 text is made up: the next token is a function of the last one, but for one in ten, so that the loss falls. `eager` is a
-transformers model as it comes, with the cross-entropy of all its logits. Two rows are that model again: as it is, since
+transformers model as it comes, with the cross-entropy of all its logits and torch's AdamW. Two rows are that model again: as it is, since
 kernels may add up in another order, and with another attention kernel. Their differences are the noise of bf16; those
 of the trainer's steps should be like them.
 Writes benchmarks/results/losses.jsonl (every loss) and losses.md.
@@ -30,8 +30,6 @@ import transformers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(steps.TOP))
-
-from trainer.optimizer import build_optimizer
 
 NUM_STEPS, WARMUP_STEPS, LR = 50, 10, 3e-5
 NUM_TOKENS = 4000  # that the text is made of
@@ -106,7 +104,7 @@ def eager(setting: dict[str, Any], device: str, seq_len: int, weights: Weights) 
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
-    optimizer = build_optimizer(parameters, LR, 0.1)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     text = batches(setting, device, seq_len)
 
     def step() -> float:
