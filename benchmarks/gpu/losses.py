@@ -5,9 +5,9 @@
 
 Every row trains a Llama of the 1B shape from the same weights on the same text, weights and AdamW states in bf16. The
 text is made up: the next token is a function of the last one, but for one in ten, so that the loss falls. `eager` is a
-transformers model as it comes, with the cross-entropy of all its logits and torch's AdamW. Two rows are that model again: as it is, since
-kernels may add up in another order, and with another attention kernel. Their differences are the noise of bf16; those
-of the trainer's steps should be like them.
+transformers model as it comes, with the cross-entropy of all its logits and torch's AdamW. Two rows are that model
+again: as it is, since kernels may add up in another order, and with another attention kernel. Their differences are the
+noise of bf16; those of the trainer's steps should be like them.
 Writes benchmarks/results/losses.jsonl (every loss) and losses.md.
 """
 

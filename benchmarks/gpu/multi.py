@@ -268,9 +268,7 @@ def resume_resharded(host: Host) -> None:
 
 def load_with_each_reader(host: Host) -> None:
     """All ranks load a checkpoint: as imported, as they saved it, as more ranks would, and that resharded for them."""
-    saved, other, resharded = host.reference / f"step-{SAVE_EVERY}", host.work / "other", host.work / "to-these"
-    if not saved.exists():
-        host.train(host.reference, host.num_ranks, SAVE_EVERY)
+    saved, other, resharded = saved_by_reference(host), host.work / "other", host.work / "to-these"
     host.ckptool("reshard", "-q", saved, other, "--world-size", host.num_ranks + 1, "--rewrite")
     host.ckptool("reshard", "-q", other, resharded, "--world-size", host.num_ranks, "--rewrite")
     places = {
@@ -315,7 +313,7 @@ def train_on_meshes(host: Host) -> None:
 
 def share_conversions(host: Host) -> None:
     """reshard and export by one process and by torchrun's ranks, start-up included."""
-    source = host.reference / f"step-{SAVE_EVERY}"
+    source = saved_by_reference(host)
     num_bytes = folder_bytes(source)
     for num_ranks in sorted({1, 2, 4, host.num_ranks}):
         jobs = {
@@ -326,6 +324,14 @@ def share_conversions(host: Host) -> None:
             seconds = host.ckptool(*arguments, num_ranks=num_ranks)
             shutil.rmtree(host.work / "new")
             host.note("scaling", f"{verb} by {num_ranks}", gigabytes_stored=num_bytes / 1e9, seconds=seconds)
+
+
+def saved_by_reference(host: Host) -> Path:
+    """The first checkpoint of the run without a break, which is begun if it wasn't."""
+    saved = host.reference / f"step-{SAVE_EVERY}"
+    if not saved.exists():
+        host.train(host.reference, host.num_ranks, SAVE_EVERY)
+    return saved
 
 
 def note_speed(host: Host, section: str, what: str, root: Path) -> None:
