@@ -12,6 +12,7 @@ from ckptool.cli._options import (
     mesh_options,
     root_option,
 )
+from ckptool.core.text import counted
 from ckptool.storage.files import Place
 
 
@@ -55,5 +56,5 @@ def command(
             rewrite=rewrite,
             **arguments,
         )
-    done = f"resharded to {result.target} for {result.details['world_size']} ranks"
+    done = f"resharded to {result.target} for {counted(result.details['world_size'], 'rank')}"
     conversion.show(result, done, "linked" if result.details["linked"] else "")

@@ -13,7 +13,7 @@ import click
 from ckptool.cli._options import output_options, root_choice, root_choices, work_dir_option
 from ckptool.cli._output import console, duration, line, show, size
 from ckptool.core.plan import Result
-from ckptool.core.text import one_line
+from ckptool.core.text import counted, one_line
 from ckptool.storage.files import Place
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -161,12 +161,16 @@ def _checkpoint(facts: Any) -> str:
 
 
 def _job(facts: Any) -> str:
-    known = [f"{facts['world_size']} ranks"] if facts["world_size"] is not None else []
+    known = [counted(facts["world_size"], "rank")] if facts["world_size"] is not None else []
     known += [f"started {facts['num_attempts']} times"] if facts["num_attempts"] > 1 else []
-    known += [f"{facts['num_lost_steps']} steps trained again"] if facts["num_lost_steps"] else []
+    known += [f"{counted(facts['num_lost_steps'], 'step')} trained again"] if facts["num_lost_steps"] else []
     return ", ".join(known) or "-"
 
 
 def _heard(facts: Any) -> str:
     age = duration(facts["age_seconds"])
-    return f"QUIET for {age}: ended, or hanging?" if facts["quiet"] else f"last heard of {age} ago"
+    if not facts["quiet"]:
+        return f"last heard of {age} ago"
+    if facts["held"] is None:
+        return f"QUIET for {age}: ended, or hanging?"
+    return f"QUIET for {age}, and has not ended: hanging?" if facts["held"] else f"ended {age} ago"

@@ -9,6 +9,7 @@ import click
 from ckptool.cli._options import complete_path, name_argument, output_options, root_option
 from ckptool.cli._output import line, message, show, size
 from ckptool.cli._progress import counter_on_stderr
+from ckptool.core.text import counted
 from ckptool.storage.files import Place
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 #: Findings that are shown; the rest are in the JSON.
 SHOWN_FINDINGS = 20
+SHOWN_STEPS = 3
 
 
 @click.command("verify", short_help="Check that a checkpoint is whole and unchanged.")
@@ -68,17 +70,19 @@ def command(
 
 def _show(result: Verification) -> None:
     shown = result.findings[:SHOWN_FINDINGS]
-    for number, finding in enumerate(shown):
+    for finding in shown:
         line(f"{finding.kind}: {finding.message}")
-        is_last_of_its_kind = number + 1 == len(shown) or shown[number + 1].next_step != finding.next_step
-        if finding.next_step and is_last_of_its_kind:
-            message(f"  next: {finding.next_step}")
     if len(result.findings) > SHOWN_FINDINGS:
         message(f"... {len(result.findings) - SHOWN_FINDINGS} more; --json has them all")
-    if result.findings:
-        line(f"{result.target} is not good: {len(result.findings)} findings")
-    else:
+    if not result.findings:
         line(f"{result.target} is good: {_what_was_checked(result)}")
+        return
+    line(f"{result.target} is not good: {counted(len(result.findings), 'finding')}")
+    steps = list(dict.fromkeys(finding.next_step for finding in shown if finding.next_step))
+    for step in steps[:SHOWN_STEPS]:
+        message(f"next: {step}")
+    if len(steps) > SHOWN_STEPS:
+        message("... and so on for the others")
 
 
 def _what_was_checked(result: Verification) -> str:

@@ -28,6 +28,11 @@ def natural_order(name: str) -> list[tuple[int | str, ...]]:
     return parts
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2,000 ranks`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def size(num_bytes: int) -> str:
     """`270.1 MB`: decimal units, one decimal."""
     value = float(num_bytes)

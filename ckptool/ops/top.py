@@ -12,6 +12,7 @@ from ckptool.core.plan import Result
 from ckptool.ops.report.steps import ALONE, PHASES, Step, Steps
 from ckptool.storage.files import Place, os_errors
 from ckptool.storage.metrics_file import MetricsTail, find_metrics
+from ckptool.storage.root_lock import is_held
 from ckptool.storage.store_path import StorePath
 
 #: Speeds are medians over so many of the last steps, of the present start of the job alone.
@@ -79,6 +80,7 @@ class Watch:
             "num_lost_steps": sum(attempt.num_lost for attempt in attempts),
             "seconds_left": self._seconds_left(window),
             "age_seconds": round(age_seconds, 3),
+            "held": is_held(self._file.parent),
             "quiet": age_seconds > max(_QUIET_SECONDS, usual_seconds),
         }
 

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from ckptool.errors import LockedError
-from ckptool.storage.files import os_errors
-from ckptool.storage.lock import Lock, acquire, owner_of
+from ckptool.storage.files import Place, os_errors
+from ckptool.storage.lock import Lock, acquire, is_stale, owner_of
 
 _FOLDER = ".run.lock"
 
@@ -34,3 +34,11 @@ def hold_root(root: Path, gone: str = "") -> Lock:
             f"another run has {root}: {owner_of(folder) or 'it is just ending'}",
             hint=f"stop that one, or choose another root; if it is gone for good: rm -r {folder}",
         ) from error
+
+
+def is_held(root: Place) -> bool | None:
+    """Whether a run that lives has the folder; None where that can't be seen, at a URL."""
+    if not isinstance(root, Path):
+        return None
+    folder = root / _FOLDER
+    return folder.is_dir() and not is_stale(folder)

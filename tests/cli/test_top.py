@@ -13,6 +13,7 @@ import pytest
 
 from ckptool.cli.main import run
 from ckptool.cli.top import curve
+from ckptool.storage.root_lock import hold_root
 
 
 @pytest.fixture
@@ -44,6 +45,18 @@ def test_a_picture_fits_80_columns(run_root: Path, capsys: pytest.CaptureFixture
         "             last heard of 0 s ago",
     ]
     assert max(map(len, lines[1:])) <= 80
+
+
+def test_a_run_that_ended_is_told_from_one_that_hangs(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    then = time.time() - 3 * 3600 - 60
+    os.utime(run_root / "metrics.jsonl", (then, then))
+    said = []
+    for lock in (hold_root(run_root), None):
+        assert run(["top", str(run_root), "--once"]) == 0
+        said.append(capsys.readouterr().out.splitlines()[-1].strip())
+        if lock is not None:
+            lock.release()
+    assert said == ["QUIET for 3 h, and has not ended: hanging?", "ended 3 h ago"]
 
 
 def test_quiet_prints_the_step(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:

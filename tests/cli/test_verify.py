@@ -37,7 +37,7 @@ def test_findings_come_with_the_next_command(damaged: Path, capsys: pytest.Captu
     assert run(["verify", str(damaged)]) == 4
     output = capsys.readouterr()
     assert output.out.startswith("corrupt: __0_0.distcp at byte ")
-    assert "  next: ckptool " in output.err
+    assert "next: ckptool " in output.err
     assert run(["verify", str(damaged), "--quiet"]) == 4
     assert capsys.readouterr().out == "__0_0.distcp\n"
 

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptool.errors import DamagedError, NotFoundError
 from ckptool.ops.top import Watch, top
+from ckptool.storage.root_lock import hold_root
 
 
 def write(root: Path, *steps: int, **more: Any) -> None:
@@ -77,6 +78,15 @@ def test_a_run_that_writes_nothing_is_quiet(tmp_path: Path) -> None:
         then = time.time() - age_seconds
         os.utime(tmp_path / "metrics.jsonl", (then, then))
         assert top(tmp_path).details["quiet"] is quiet
+
+
+def test_a_run_has_its_root_until_it_ends(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    assert top(tmp_path).details["held"] is False
+    lock = hold_root(tmp_path)
+    assert top(tmp_path).details["held"] is True
+    lock.release()
+    assert top(tmp_path).details["held"] is False
 
 
 def test_a_run_without_a_step_yet_has_nothing_to_tell(tmp_path: Path) -> None:
