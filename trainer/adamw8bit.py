@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ckptool import UsageError
-from trainer.adamw import Rates, adamw_update, with_gradients
+from trainer.adamw import with_gradients
+from trainer.adamw_math import Rates, adamw_update
 from trainer.dynamic_code import BLOCK_SIZE, DynamicCode, num_blocks
 from trainer.rounding import chance_key, generator_of, local_part, round_by_chance
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from trainer.adamw import Rates
+from trainer.adamw_math import Rates, Update
 
 try:  # comes with torch where there are GPUs, and not for every system
     import triton
@@ -28,36 +26,29 @@ _CHUNK_SIZE = 8 * _BLOCK_SIZE  # elements that are updated by one program
 _VECTOR_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Update:
-    """One step of AdamW of one tensor. All but `grad` are changed in place.
-
-    With a `chance_key` a bf16 weight is rounded by chance, with random numbers of that key (Salmon et al., Parallel
-    random numbers: as easy as 1, 2, 3, 2011: Philox), and to the nearest without.
-    """
-
-    weight: torch.Tensor
-    grad: torch.Tensor
-    mean: torch.Tensor
-    square: torch.Tensor
-    rates: Rates
-    chance_key: int | None = None
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.weight, self.grad, self.mean, self.square
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Of those that one call can update."""
-        rates = self.rates
-        constants = rates.beta1, rates.beta2, rates.eps, rates.grad_scale is not None, self.chance_key is not None
-        return self.weight.device, *(tensor.dtype for tensor in self.tensors), *constants
-
-
 def serves(tensor: torch.Tensor) -> bool:
-    """True for a tensor that the kernel can update: on a GPU for which there is Triton, elements in order."""
-    return triton is not None and tensor.is_cuda and tensor.is_contiguous()
+    """True for a weight that the kernel can update: on a GPU for which it can be built, elements in order."""
+    return tensor.is_cuda and tensor.is_contiguous() and not failure(tensor.device, tensor.dtype)
+
+
+@functools.cache
+def failure(device: torch.device, dtype: torch.dtype) -> str:
+    """Why the kernel can't be built for weights of this dtype, in one line; "" when it can: it is tried once.
+
+    Triton needs a C compiler and a folder for what it builds, and knows no GPU before Volta.
+    """
+    if triton is None:
+        return "Triton is not installed"
+    try:
+        # As the usual step has it: what is built here need not be built then.
+        weight, grad, mean, square = torch.zeros(4, _CHUNK_SIZE + _VECTOR_BYTES, dtype=dtype, device=device)
+        scale = torch.ones((), device=device)
+        rates = Rates(beta1=0.9, beta2=0.95, eps=1e-8, of_step=(1.0, 0.0, 1.0), grad_scale=scale)
+        for call in prepared([Update(weight, grad, mean, square, rates)]):
+            call()
+    except Exception as error:  # of Triton's many
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
 
 
 def prepared(updates: list[Update]) -> list[Callable[[], None]]:
@@ -66,8 +57,15 @@ def prepared(updates: list[Update]) -> list[Callable[[], None]]:
     kinds: defaultdict[tuple[Any, ...], list[Update]] = defaultdict(list)
     for update in updates:
         if update.weight.numel():
-            kinds[update.kind].append(update)
+            kinds[_kind(update)].append(update)
     return [_prepared_alike(alike) for alike in kinds.values()]
+
+
+def _kind(update: Update) -> tuple[Any, ...]:
+    """Of the updates that one call can do."""
+    rates = update.rates
+    constants = rates.beta1, rates.beta2, rates.eps, rates.grad_scale is not None, update.chance_key is not None
+    return update.weight.device, *(tensor.dtype for tensor in update.tensors), *constants
 
 
 def _prepared_alike(updates: list[Update]) -> Callable[[], None]:

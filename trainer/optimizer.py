@@ -58,6 +58,15 @@ def build_optimizer(
     return optimizer
 
 
+def kernel_note(optimizer: torch.optim.Optimizer) -> str:
+    """What a run should know of its update on a GPU; "" when there is nothing."""
+    weight = local_part(optimizer.param_groups[0]["params"][0])
+    if not weight.is_cuda or isinstance(optimizer, EightBitAdamW):
+        return ""
+    reason = adamw_kernel.failure(weight.device, weight.dtype)
+    return f"note: AdamW's update is torch's, slower: {reason}" if reason else ""
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]) -> dict[str, Any]:
     """The layout of torch's `get_optimizer_state_dict`: state by parameter name, groups that list names.
 

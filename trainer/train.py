@@ -29,6 +29,7 @@ from trainer.loss import batch_loss, use_chunks
 from trainer.memory_advice import MemoryAdvice
 from trainer.metrics import Log, StepMetrics, max_memory_bytes
 from trainer.model import check_positions
+from trainer.optimizer import kernel_note
 from trainer.origin import Origin, find_origin
 from trainer.packing_check import check_documents_apart
 from trainer.parallel import Ranks
@@ -102,8 +103,9 @@ def train(config: TrainConfig, startup: Startup | None = None) -> None:
         for line in fp8_notes(config, ranks.device):
             log.say(line)
         state = build_state(config, ranks, origin, data.start(config.seed, config.global_batch_size))
-        if note := check_positions(state.model, config.seq_len):
-            log.say(note)
+        for note in (check_positions(state.model, config.seq_len), kernel_note(state.optimizer)):
+            if note:
+                log.say(note)
         startup.ended("build")
         if origin.is_resume:
             checkpoint.resume(state, origin, log, config.accept_data_change)

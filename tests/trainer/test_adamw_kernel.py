@@ -1,14 +1,16 @@
-"""AdamW's update in one kernel, with TEST_DEVICE=cuda only: what torch's own operations make of the same numbers."""
+"""AdamW's update in one kernel, on GPUs (TEST_DEVICE=cuda) only: what torch makes of the same numbers."""
 
 import pytest
 import torch
 
 from tests.trainer.tiny import DEVICE
-from trainer.adamw import OnePassAdamW, Rates, adamw_update
-from trainer.adamw_kernel import Update, prepared
-from trainer.optimizer import build_optimizer
+from trainer import adamw_kernel
+from trainer.adamw import OnePassAdamW
+from trainer.adamw_kernel import prepared
+from trainer.adamw_math import Rates, Update, adamw_update
+from trainer.optimizer import build_optimizer, kernel_note
 
-pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the kernel is for GPUs")
+on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="the kernel is for GPUs")
 
 
 def update_all(updates):
@@ -26,6 +28,7 @@ def tensors(shape, dtype, moments_dtype):
     return made[0].to(dtype), made[1].to(dtype), made[2].to(moments_dtype), made[3].abs().to(moments_dtype)
 
 
+@on_gpu
 @pytest.mark.parametrize("shape", [(1,), (1023,), (8192,), (3, 8192), (33, 1000), (0, 5), ()])
 @pytest.mark.parametrize("scale", [None, 2.5])
 def test_in_fp32_it_is_the_update_written_out(shape, scale):
@@ -38,6 +41,7 @@ def test_in_fp32_it_is_the_update_written_out(shape, scale):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+@on_gpu
 def test_in_bf16_it_rounds_to_the_nearest():
     weight, grad, mean, square = tensors((1000, 1000), torch.bfloat16, torch.bfloat16)
     expected = mean.float(), square.float()
@@ -49,6 +53,7 @@ def test_in_bf16_it_rounds_to_the_nearest():
         torch.testing.assert_close(one.float(), other, rtol=2**-8, atol=1e-7)
 
 
+@on_gpu
 def test_rounded_by_chance_it_is_right_on_average_and_the_same_for_a_key():
     found = []
     for key in (1 << 50, 1 << 50, 7):
@@ -66,6 +71,7 @@ def test_rounded_by_chance_it_is_right_on_average_and_the_same_for_a_key():
     assert not torch.equal(found[0], found[2])
 
 
+@on_gpu
 def test_many_tensors_are_updated_at_once_each_at_its_own_rates_and_wherever_it_lies():
     """Of two dtypes, of all sizes, and some that don't begin where a GPU likes to read."""
     updates, expected = [], []
@@ -85,6 +91,7 @@ def test_many_tensors_are_updated_at_once_each_at_its_own_rates_and_wherever_it_
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_torchs_fused_adamw(dtype):
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -108,3 +115,18 @@ def test_steps_are_those_of_torchs_fused_adamw(dtype):
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-3}
     for name in SHAPES:
         torch.testing.assert_close(ours[name], theirs[name], **tolerance)
+
+
+def test_where_the_kernel_can_not_be_built_the_update_is_torchs_and_the_run_says_so(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC\nmore")
+
+    monkeypatch.setattr(adamw_kernel, "triton", object())
+    monkeypatch.setattr(adamw_kernel, "prepared", refuse)
+    monkeypatch.setattr(adamw_kernel, "failure", adamw_kernel.failure.__wrapped__)
+    weights = {"matrix": torch.nn.Parameter(torch.ones(2, 2, device=DEVICE))}
+    optimizer = build_optimizer(weights, lr=0.1, weight_decay=0.1)
+    assert type(optimizer) is torch.optim.AdamW
+    reason = adamw_kernel.failure(torch.device(DEVICE), torch.bfloat16)
+    assert reason == "RuntimeError: Failed to find C compiler. Please specify via CC"
+    assert kernel_note(optimizer) == (f"note: AdamW's update is torch's, slower: {reason}" if DEVICE == "cuda" else "")
