@@ -180,6 +180,7 @@ def _update(  # type: ignore[no-untyped-def]  # Triton reads annotations as code
         if BY_CHANCE:
             # To one of the two neighbours that bf16 has, the nearer one more likely: trainer/rounding.py.
             chance = (tl.randint(tl.load(row + 5), place) & 0xFFFF).to(tl.int32)
-            bits = (weight.to(tl.int32, bitcast=True) + chance) & -65536
-            weight = bits.to(tl.float32, bitcast=True)
+            bits = weight.to(tl.int32, bitcast=True)
+            rounded = ((bits + chance) & -65536).to(tl.float32, bitcast=True)
+            weight = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, weight, rounded)  # a NaN stays one
         tl.store(weight_start + place, weight, mask=inside)

@@ -105,7 +105,7 @@ def resume(state: TrainingState, origin: Origin, log: Log, accept_data_change: s
     there is no reason to accept that.
     """
     manifest = ckptool.open_checkpoint(origin.path)
-    check_same_optimizer(state.optimizer, manifest)
+    check_same_optimizer(state.optimizer, state.parameters(), manifest)
     # As many lanes as there are in the checkpoint: whether these are the right ones is for the data to say.
     state.lanes = _stored_lanes(manifest)
     stored = state.state_dict()

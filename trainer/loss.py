@@ -137,7 +137,8 @@ class _LinearLoss(torch.autograd.Function):
         (scale,) = gradients
         hidden_grad, weight_grad = ctx.saved_tensors
         if hidden_grad is not None:
-            hidden_grad = hidden_grad * scale.to(hidden_grad.dtype)
+            # The scale itself rounded to bf16 would be off by the same factor for all.
+            hidden_grad = (hidden_grad.to(scale.dtype) * scale).to(hidden_grad.dtype)
         if weight_grad is not None:
             # Scaled and cast in one pass, with no scaled copy in fp32 between.
             narrow = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)

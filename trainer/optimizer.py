@@ -15,6 +15,9 @@ from trainer.rounding import local_part
 
 _BETAS = (0.9, 0.95)
 
+#: Fields of a group that say how torch computes an update, not which.
+_WAYS = ("fused", "foreach", "capturable", "differentiable")
+
 #: The values of --optimizer.
 NAMES = ("adamw", "adamw8bit")
 
@@ -78,8 +81,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: dict[str, torc
     return {"state": state, "param_groups": groups}
 
 
-def check_same_optimizer(optimizer: torch.optim.Optimizer, stored: Manifest) -> None:
-    """Raises MismatchError when the moments in a checkpoint are codes and the optimizer's not, or the other way."""
+def check_same_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter], stored: Manifest
+) -> None:
+    """Raises MismatchError when a checkpoint's moments are codes and the optimizer's not, or the other way; or those of
+    bf16 weights fp32, as rounding by chance has them, and the optimizer's not, or the other way."""
     has_codes = any(MEAN_SCALE in state for state in optimizer.state.values())
     held_codes = any(fqn.startswith("optim.") and fqn.endswith(f".{MEAN_SCALE}") for fqn in stored.tensors)
     if has_codes != held_codes:
@@ -88,6 +94,22 @@ def check_same_optimizer(optimizer: torch.optim.Optimizer, stored: Manifest) -> 
             f"{stored.location} is of a run with --optimizer {theirs}, and this one has {ours}: other moments",
             hint=f"--optimizer {theirs} goes on with it; its weights alone: --init-from it, and another --root",
         )
+    for parameter, fqn in _bf16_weights(optimizer, parameters):
+        moment = stored.tensors.get(f"optim.state.{fqn}.exp_avg")
+        held = str(optimizer.state[parameter]["exp_avg"].dtype).removeprefix("torch.")
+        if moment is not None and moment.dtype != held and {moment.dtype, held} == {"bfloat16", "float32"}:
+            was = "with" if moment.dtype == "float32" else "without"
+            flag = "--stochastic-rounding" if was == "with" else "--no-stochastic-rounding"
+            raise MismatchError(
+                f"{stored.location} is of a run {was} --stochastic-rounding: its moments are {moment.dtype}",
+                hint=f"{flag} goes on with it; its weights alone: --init-from it, and another --root",
+            )
+
+
+def _bf16_weights(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]
+) -> list[tuple[torch.nn.Parameter, str]]:
+    return [(p, fqn) for fqn, p in parameters.items() if p.dtype == torch.bfloat16 and p in optimizer.state]
 
 
 def restore_groups(
@@ -96,7 +118,8 @@ def restore_groups(
     saved: list[dict[str, Any]],
     say: Callable[[str], None],
 ) -> None:
-    """Take over the saved groups' fields. What this run was told (weight decay) wins, and a difference is said.
+    """Take over the saved groups' fields. What this run was told (weight decay) wins, and a difference is said. By which
+    of torch's ways an update is computed stays: the run before may have been on another device.
 
     Raises MismatchError when the groups hold other parameters than the optimizer's.
     """
@@ -107,5 +130,5 @@ def restore_groups(
         told = {"params": group["params"], "weight_decay": group["weight_decay"]}
         if old["weight_decay"] != group["weight_decay"]:
             say(f"note: weight decay {old['weight_decay']} in the checkpoint, {group['weight_decay']} from now on")
-        group.update(old)
+        group.update({name: value for name, value in old.items() if name not in _WAYS})
         group.update(told)

@@ -28,13 +28,14 @@ def generator_of(key: int, device: torch.device) -> torch.Generator:
 
 
 def round_by_chance(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """fp32 to bf16, to one of the two neighbours, the nearer one more likely; what bf16 can hold stays as it is."""
+    """fp32 to bf16, to one of the two neighbours, the nearer one more likely; what bf16 can hold stays as it is, and so
+    does a NaN, to whose bits nothing may be added."""
     bits = exact.view(torch.int32)
     chance = torch.randint(
         1 << _MANTISSA_BITS_CUT, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
     )
     cut = (bits + chance) & -(1 << _MANTISSA_BITS_CUT)
-    return cut.view(torch.float32).bfloat16()
+    return torch.where(exact.isnan(), exact, cut.view(torch.float32)).bfloat16()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

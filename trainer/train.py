@@ -157,8 +157,8 @@ def run_steps(run: Run) -> None:
         # What waits for other ranks is not in "data", or all ranks would seem to read as slowly as the slowest.
         with watch.phase_of("forward and backward"):
             # A step of conversations may hold no trained label at all; its loss is 0.
-            num_labels = ranks.total(sum(batch.num_trained() for batch in batches)).clamp(min=1)
-            loss, fed = forward_backward(ranks, state, batches, num_labels)
+            num_labels = ranks.total(sum(batch.num_trained() for batch in batches))
+            loss, fed = forward_backward(ranks, state, batches, num_labels.clamp(min=1))
             norm = clip_gradients(state, config.grad_clip)
             prepare_update(state.optimizer)
             # The one place where a step waits for the GPU: what follows is begun while it still updates the weights.
@@ -280,7 +280,7 @@ def forward_backward(
 def clip_gradients(state: TrainingState, max_norm: float) -> torch.Tensor:
     """Have the optimizer's next step scale the gradients down to `max_norm` (0: leave them); returns their global norm.
 
-    The gradients themselves stay as they are: the update divides by the scale as it reads them.
+    Nothing passes over the gradients for it: the update divides by the scale as it reads them.
     """
     norm = torch.nn.utils.get_total_norm([p.grad for p in state.parameters().values() if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

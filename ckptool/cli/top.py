@@ -169,8 +169,8 @@ def _job(facts: Any) -> str:
 
 def _heard(facts: Any) -> str:
     age = duration(facts["age_seconds"])
+    if facts["held"] is False:
+        return f"last heard of {age} ago: no run has the root now"
     if not facts["quiet"]:
         return f"last heard of {age} ago"
-    if facts["held"] is None:
-        return f"QUIET for {age}: ended, or hanging?"
-    return f"QUIET for {age}, and has not ended: hanging?" if facts["held"] else f"ended {age} ago"
+    return f"QUIET for {age}: {'not ended, hanging?' if facts['held'] else 'ended, or hanging?'}"

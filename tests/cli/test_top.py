@@ -42,7 +42,7 @@ def test_a_picture_fits_80_columns(run_root: Path, capsys: pytest.CaptureFixture
         "  memory     70.0 GB",
         "  checkpoint none is complete yet",
         "  job        8 ranks",
-        "             last heard of 0 s ago",
+        "             last heard of 0 s ago: no run has the root now",
     ]
     assert max(map(len, lines[1:])) <= 80
 
@@ -56,7 +56,7 @@ def test_a_run_that_ended_is_told_from_one_that_hangs(run_root: Path, capsys: py
         said.append(capsys.readouterr().out.splitlines()[-1].strip())
         if lock is not None:
             lock.release()
-    assert said == ["QUIET for 3 h, and has not ended: hanging?", "ended 3 h ago"]
+    assert said == ["QUIET for 3 h: not ended, hanging?", "last heard of 3 h ago: no run has the root now"]
 
 
 def test_quiet_prints_the_step(run_root: Path, capsys: pytest.CaptureFixture[str]) -> None:

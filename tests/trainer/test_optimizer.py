@@ -67,6 +67,18 @@ def test_gradients_are_divided_by_the_grad_scale(settings):
     assert all(torch.equal(one, other) for one, other in zip(*updated, strict=True))
 
 
+@pytest.mark.parametrize("theirs", [{"fused": None}, {"fused": False, "foreach": True}])
+def test_a_run_of_another_device_leaves_this_one_its_way_to_compute_the_update(theirs):
+    """On a GPU our AdamW isn't `fused` for torch: taken over, that would end the next step, which has a grad_scale."""
+    parameters = two_linears()
+    optimizer = build_optimizer(parameters, lr=0.1, weight_decay=0.0)
+    before = [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
+    saved = [{**group, **theirs, "eps": 1e-6} for group in optimizer_state(optimizer, parameters)["param_groups"]]
+    restore_groups(optimizer, parameters, saved, pytest.fail)
+    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == before
+    assert {group["eps"] for group in optimizer.param_groups} == {1e-6}
+
+
 def test_groups_of_other_parameters_are_refused():
     parameters = two_linears()
     optimizer = build_optimizer(parameters, lr=0.1, weight_decay=0.0)

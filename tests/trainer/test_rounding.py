@@ -1,5 +1,6 @@
 """bf16 weights that are rounded by chance: right on average, the same after a resume, AdamW's own update else."""
 
+import math
 import shutil
 
 import pytest
@@ -8,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckptool
-from ckptool import UsageError
+from ckptool import MismatchError, UsageError
 from tests.spawn import run_ranks
 from tests.trainer.tiny import run
 from trainer.adamw import OnePassAdamW
@@ -20,8 +21,10 @@ def test_rounding_is_to_a_neighbour_and_right_on_average():
     rounded = round_by_chance(exact, torch.Generator().manual_seed(0)).float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 1 / 128}
     assert rounded.mean().item() == pytest.approx(1.0 + 0.25 / 128, abs=2e-4)
-    kept = torch.tensor([0.0, -1.5, 3.0])
+    kept = torch.tensor([0.0, -1.5, 3.0, math.inf, -math.inf])
     assert torch.equal(round_by_chance(kept, torch.Generator()).float(), kept)
+    all_ones = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # the NaN that CUDA makes
+    assert round_by_chance(all_ones, torch.Generator()).isnan().all()
 
 
 def test_small_updates_that_nearest_rounding_loses_arrive():
@@ -71,6 +74,14 @@ def test_a_resumed_run_rounds_as_it_would_have(root, tmp_path):
     manifest = ckptool.open_checkpoint(root / "step-4")
     assert manifest.tensors["model.model.norm.weight"].dtype == "bfloat16"
     assert manifest.tensors["optim.state.model.norm.weight.exp_avg"].dtype == "float32"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_goes_on_as_it_began_with_or_without_rounding_by_chance(root, first):
+    run(root, steps=1, param_dtype="bf16", stochastic_rounding=first)
+    with pytest.raises(MismatchError, match=f"of a run with{'' if first else 'out'} --stochastic-rounding") as refused:
+        run(root, steps=2, param_dtype="bf16", stochastic_rounding=not first)
+    assert refused.value.hint.startswith("--stochastic-rounding" if first else "--no-stochastic-rounding")
 
 
 def test_other_weights_are_refused(root):
