@@ -118,8 +118,8 @@ def restore_groups(
     saved: list[dict[str, Any]],
     say: Callable[[str], None],
 ) -> None:
-    """Take over the saved groups' fields. What this run was told (weight decay) wins, and a difference is said. By which
-    of torch's ways an update is computed stays: the run before may have been on another device.
+    """Take over the saved groups' fields. What this run was told (weight decay) wins, and a difference is said. The way
+    in which torch computes an update stays this run's: the one before may have been on another device.
 
     Raises MismatchError when the groups hold other parameters than the optimizer's.
     """
