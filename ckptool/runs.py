@@ -119,6 +119,14 @@ def possible_places(name: str | Place, root: Place | None = None) -> list[Place]
     return [place(name), below] if os.sep in str(name) else [below, place(name)]
 
 
+def model_places(name: str | Place, root: Place | None = None) -> list[Place]:
+    """Where `name` may mean a model in a form of another program: the places up to the first that has a checkpoint, for
+    then it means that one. A half-copied checkpoint counts: what is wrong with it is to be said."""
+    places = possible_places(name, root)
+    last = next((number for number, path in enumerate(places) if _looks_like_checkpoint(path)), len(places))
+    return places[: last + 1]
+
+
 def find_latest(root: Place | str) -> Latest | None:
     """The newest complete checkpoint among the folders named `step-N` under `root`; None when there is none.
 

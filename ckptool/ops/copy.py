@@ -31,6 +31,7 @@ from ckptool.ops.checks.structure import check_structure
 from ckptool.ops.conversion import Execution, convert, leave
 from ckptool.ops.model_source import find_config
 from ckptool.ops.provenance import new_provenance, write_provenance
+from ckptool.ops.side_files_kept import check_none_missing
 from ckptool.ops.stored import find_stored, open_stored, read_stored, source_notes, stored_notes
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
@@ -109,6 +110,7 @@ def _copy_folder(
     listed = digests.files if digests else {}
     last = [name for name in (DIGESTS_FILE, METADATA_FILE) if (path / name).exists()]
     beside = () if is_checkpoint(path) else (f"{SIDE_FOLDER}/{name}" for name in files_below(path / SIDE_FOLDER))
+    check_none_missing(path, listed)
     names = [*sorted({*files_below(path), *beside, *listed} - set(last)), *last]
     with os_errors(path):
         num_bytes = sum(safe_join(path, name).stat().st_size for name in names)

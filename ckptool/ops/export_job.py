@@ -14,12 +14,14 @@ from ckptool.core.parts import Part, PlanItem
 from ckptool.core.plan import Plan
 from ckptool.core.provenance import Provenance
 from ckptool.core.tensors import TensorEntry
-from ckptool.formats.dcp_metadata import MODEL_PREFIX
+from ckptool.formats.dcp_metadata import MODEL_PREFIX, is_checkpoint
 from ckptool.naming.groups import NamePlan
 from ckptool.ops.inputs import same_bytes
 from ckptool.ops.model_source import ConfigFolder, ModelSource, find_config
+from ckptool.ops.side_files_kept import check_hf_files
 from ckptool.ops.vocabulary import check_tokens
 from ckptool.planner import Cut, plan_conversion
+from ckptool.storage.digests_file import read_digests
 from ckptool.storage.files import Place
 
 PIECE_BYTES = 32 << 20
@@ -110,8 +112,10 @@ class Form(Protocol):
 
 
 def open_job(path: Place, target: Place, source: ModelSource, config: str, untie: bool, **options: Any) -> ExportJob:
-    """Raises as `find_config` does."""
+    """Raises as `find_config` does, and as `check_hf_files` where the checkpoint's own config is taken."""
     manifest = source.manifest
+    if not config and is_checkpoint(path):
+        check_hf_files(path, read_digests(path, manifest.save_id), f"--config {path / 'hf'} takes it as it is")
     own_names = {fqn: fqn.removeprefix(MODEL_PREFIX) for fqn in manifest.tensors}
     live = {name: dataclasses.replace(manifest.tensors[fqn], fqn=name) for fqn, name in own_names.items()}
     if not untie:

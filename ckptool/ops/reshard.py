@@ -36,6 +36,7 @@ from ckptool.ops.layouts import read_layout
 from ckptool.ops.model_source import ConfigFolder, find_config
 from ckptool.ops.provenance import new_provenance, write_provenance
 from ckptool.ops.reshard_links import can_link, fits, link_checkpoint
+from ckptool.ops.side_files_kept import check_none_missing
 from ckptool.ops.stored import StoredSource, find_stored, open_stored, source_notes
 from ckptool.ops.targets import check_disk, new_target, refuse_own_source
 from ckptool.planner import plan_conversion
@@ -147,8 +148,10 @@ def _open_job(
     side = [name for name in files_below(path) if name not in known and not name.endswith(".distcp")]
     if model_only:
         side = [name for name in side if name.startswith("hf/")]
-    layout = read_layout(path, manifest, mesh, placements)
-    return _Job(path, target, manifest, read_digests(path, manifest.save_id), layout, tuple(side))
+    digests = read_digests(path, manifest.save_id)
+    listed = digests.files if digests else {}
+    check_none_missing(path, [name for name in listed if name.startswith("hf/") or not model_only])
+    return _Job(path, target, manifest, digests, read_layout(path, manifest, mesh, placements), tuple(side))
 
 
 def _plan_links(job: _Job) -> Plan:

@@ -25,7 +25,7 @@ from ckptool.naming.sections import Sections, read_sections
 from ckptool.ops.inputs import open_input, same_bytes
 from ckptool.ops.model_source import ModelSource, find_config
 from ckptool.planner import plan_conversion
-from ckptool.runs import possible_places, resolve
+from ckptool.runs import model_places, resolve
 from ckptool.storage.files import Place
 from ckptool.storage.place import place
 
@@ -97,7 +97,7 @@ def _open_model(path: Place) -> Source:
 
 def find_hf(name: str | Place, root: Place | None = None) -> Place | None:
     """The Hugging Face folder or safetensors file that `name` means, as a path or below the root; else None."""
-    for path in possible_places(name, root):
+    for path in model_places(name, root):
         if path.is_file() and path.suffix == ".safetensors":
             return path
         if path.is_dir() and not is_checkpoint(path) and _has_safetensors(path):
@@ -108,7 +108,7 @@ def find_hf(name: str | Place, root: Place | None = None) -> Place | None:
 def _find_model(name: str | Place, root: Place | None) -> Place | None:
     """As `find_hf`, and the older forms of a model: `pytorch_model*.bin`, GGUF, Meta's."""
     found = find_hf(name, root)
-    return found or next((path for path in possible_places(name, root) if _is_model(path)), None)
+    return found or next((path for path in model_places(name, root) if _is_model(path)), None)
 
 
 def _is_model(path: Place) -> bool:

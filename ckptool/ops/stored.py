@@ -10,7 +10,7 @@ from ckptool.formats.dcp_metadata import checkpoints_inside, is_checkpoint, read
 from ckptool.formats.dcp_source import DcpSource
 from ckptool.formats.sharded_safetensors import ShardedSafetensors, is_sharded_folder
 from ckptool.ops.checks.shard_shapes import check_shard_shapes
-from ckptool.runs import possible_places, resolve
+from ckptool.runs import model_places, possible_places, resolve
 from ckptool.storage.files import Place
 
 StoredSource = DcpSource | ShardedSafetensors
@@ -23,8 +23,7 @@ _UNSUMMED = "safetensors files carry no checksums: the bytes read were compared 
 
 def find_stored(name: str, root: Place | None = None) -> Place:
     """The folder of the checkpoint that `name` means, in either form. Raises as `resolve` does."""
-    places = possible_places(name, root)
-    for path in places:
+    for path in model_places(name, root):
         if path.is_dir() and not is_checkpoint(path):
             for folder in (path, path / _MODEL_FOLDER):
                 if folder.is_dir() and is_sharded_folder(folder):
@@ -32,7 +31,8 @@ def find_stored(name: str, root: Place | None = None) -> Place:
     try:
         return resolve(name, root)
     except NotFoundError as error:
-        whole = next((path for path in places if path.is_dir() and any(path.glob("*.safetensors"))), None)
+        folders = (path for path in possible_places(name, root) if path.is_dir())
+        whole = next((path for path in folders if any(path.glob("*.safetensors"))), None)
         if whole is None or checkpoints_inside(whole):
             raise
         raise NotFoundError(
