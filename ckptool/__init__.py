@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckptool.errors import UnsupportedError as UnsupportedError
     from ckptool.errors import UsageError as UsageError
     from ckptool.formats.dcp_metadata import read_manifest
+    from ckptool.formats.dcp_metadata import read_provenance as read_provenance
     from ckptool.formats.dcp_reader import StorageReader as StorageReader
     from ckptool.formats.dcp_storage_writer import StorageWriter as StorageWriter
     from ckptool.formats.hf_folder import model_folder as model_folder
@@ -146,6 +147,7 @@ _HOMES = {
     "push": "ckptool.ops.push",
     "rank_units": "ckptool.core.position",
     "read_config": "ckptool.naming.meta_model",
+    "read_provenance": "ckptool.formats.dcp_metadata",
     "report": "ckptool.ops.report",
     "reshard": "ckptool.ops.reshard",
     "resolve": "ckptool.runs",
@@ -219,6 +221,7 @@ __all__ = [
     "push",
     "rank_units",
     "read_config",
+    "read_provenance",
     "report",
     "reshard",
     "resolve",

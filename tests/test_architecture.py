@@ -235,6 +235,7 @@ def test_the_public_door_is_frozen_and_opens() -> None:
         "push",
         "rank_units",
         "read_config",
+        "read_provenance",
         "report",
         "reshard",
         "resolve",

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 import ckptool
-from ckptool import DamagedError, MismatchError, NotFoundError, Place, Provenance, TargetExistsError, UsageError
+from ckptool import (
+    CkptoolError,
+    DamagedError,
+    MismatchError,
+    NotFoundError,
+    Place,
+    Provenance,
+    TargetExistsError,
+    UsageError,
+)
 from trainer.config import TrainConfig
 from trainer.lora import Adapter, is_adapter_name
 from trainer.rendezvous import is_restart
@@ -26,7 +35,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 class Origin:
     """The checkpoint that a run resumes or begins from. `passed_over` gives newer ones and what is wrong with each;
     `base` is where the weights under an adapter are, None without one, and `adapter` what provenance says of it.
-    `has_its_config` is False when somebody has edited the config.json."""
+    `has_its_config` is False when somebody has edited the config.json, and `not_taken` is an --init-from that has
+    another source than the run that is resumed."""
 
     path: Place
     is_resume: bool
@@ -36,6 +46,7 @@ class Origin:
     base: Place | None = None
     adapter: dict[str, Any] = field(default_factory=dict)
     has_its_config: bool = True
+    not_taken: str = ""
 
     @property
     def hf_folder(self) -> Path:
@@ -51,6 +62,11 @@ class Origin:
         lines += [f"{'resuming' if self.is_resume else 'beginning'} from {self.path}"]
         if not self.has_its_config:
             lines += ["note: its hf/config.json was edited since it was saved; the model is built as that now says"]
+        if self.not_taken:
+            lines += [
+                f"note: --init-from {self.not_taken} is not taken: this root has a run, of another source; "
+                "a new run needs another --root"
+            ]
         return lines + ([f"training an adapter on the weights of {self.base}"] if self.base else [])
 
 
@@ -71,6 +87,10 @@ def find_origin(config: TrainConfig) -> Origin:
     if adapter := _adapter_of(config, origin):
         base = _base_of(adapter, config, origin)
         origin = replace(origin, base=base, adapter=adapter.record(base))
+    if origin.is_resume and config.init_from:
+        source = _source_of(config.init_from, config)
+        is_other = source is not None and source != origin.provenance.source
+        origin = replace(origin, not_taken=config.init_from if is_other else "")
     free_again = {name for name, _ in origin.passed_over}
     first = origin.provenance.step if origin.is_resume else 0
     for root in config.places:
@@ -121,6 +141,16 @@ def _base_of(adapter: Adapter, config: TrainConfig, origin: Origin) -> Place:
     base = _resolve(config.init_from or str(stored.get("base")), config)
     adapter.check_base(stored, base)
     return base
+
+
+def _source_of(name: str, config: TrainConfig) -> dict[str, Any] | None:
+    """Where the weights of a checkpoint were imported from, as its provenance has it, even many steps later. None when
+    nothing says so: what a run began from may be gone."""
+    try:
+        provenance = ckptool.read_provenance(_resolve(name, config))
+    except CkptoolError:
+        return None
+    return provenance.source if provenance else None
 
 
 def _resolve(name: str, config: TrainConfig) -> Place:

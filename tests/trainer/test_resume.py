@@ -264,6 +264,17 @@ def test_a_file_in_the_way_of_a_save_is_to_be_moved_away(halfway):
     assert "no checkpoint, so move it away" in refused.value.hint
 
 
+def test_another_model_to_begin_from_is_not_taken_and_that_is_said(halfway, capsys):
+    make_base(halfway / "other", num_hidden_layers=3)
+    other = json.loads((halfway / "other" / "ckptool.json").read_text()) | {"source": {"id": "other"}}
+    (halfway / "other" / "ckptool.json").write_text(json.dumps(other))
+    run(halfway, steps=6, init_from="other")
+    said = capsys.readouterr().err
+    assert "note: --init-from other is not taken: this root has a run, of another source" in said
+    run(halfway, steps=7)
+    assert "is not taken" not in capsys.readouterr().err
+
+
 def test_an_edited_config_is_said(halfway, capsys):
     run(halfway, steps=6)
     assert "config.json was edited" not in capsys.readouterr().err
