@@ -24,10 +24,13 @@ Row = Sequence[str]
 
 
 def show(result: Result, *, as_json: bool, quiet: bool, human: Callable[[Result], None], bare: Iterable[str]) -> None:
-    """Print a result: as JSON, as bare lines (`--quiet`), or by `human`. Notes go to stderr unless quiet."""
+    """Print a result: as JSON, as bare lines (`--quiet`), or by `human`. Notes go to stderr unless quiet, but for those
+    of a plan that is shown itself."""
     if not quiet and not as_json:
+        in_plan = result.plan.notes if result.plan is not None and not result.executed else ()
         for note in result.notes:
-            message(f"note: {note}")
+            if note not in in_plan:
+                message(f"note: {note}")
     if as_json:
         click.echo(json.dumps({"version": JSON_VERSION, **result.to_json()}, indent=2, ensure_ascii=False))
     elif quiet:

@@ -63,6 +63,4 @@ def _show(result: Result) -> None:
     if result.plan is not None and not result.executed:
         show_plan(result.plan)
     elif result.plan is not None:
-        for note in result.notes:
-            line(note)
         line(f"copied to {result.target} ({size(result.plan.write_bytes)} in {result.seconds:.1f} s, read back)")

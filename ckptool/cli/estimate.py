@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
-from ckptool.cli._options import Size, complete_path, output_options
+from ckptool.cli._options import Size, complete_name, output_options, root_option
 from ckptool.cli._output import line, show, size, table
 from ckptool.core.plan import Result
+from ckptool.storage.files import Place
 
 _POSITIVE = click.IntRange(min=1)
 _DTYPE = click.Choice(["fp32", "bf16"])
@@ -18,7 +19,7 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss", "buffers
 
 
 @click.command("estimate", short_help="Whether training fits into GPUs, told from the config.")
-@click.argument("src", shell_complete=complete_path)
+@click.argument("src", shell_complete=complete_name)
 @click.option("--gpus", "num_gpus", type=_POSITIVE, default=1, show_default=True, metavar="N", help="GPUs in all.")
 @click.option("--gpu-memory", "gpu_bytes", type=Size(), default="80GB", show_default=True, help="Memory of each GPU.")
 @click.option("--seq-len", type=_POSITIVE, default=1024, show_default=True, help="Tokens in a sequence.")
@@ -60,18 +61,19 @@ _COLUMNS = ("weights", "gradients", "optimizer", "activations", "loss", "buffers
     help="Gathered weights of a block are given back after its forward pass, or stay until its backward pass.",
 )
 @click.option("--revision", help="Branch, tag or commit of a Hub repository.")
+@root_option
 @output_options
-def command(*, src: str, as_json: bool, quiet: bool, **setting: Any) -> None:
+def command(*, src: str, root: Place | None, as_json: bool, quiet: bool, **setting: Any) -> None:
     """Say how much GPU memory training the model SRC takes, and whether it fits.
 
-    SRC is a Hub id, of which only the config is fetched, a folder with a config.json, or a checkpoint. It is about
-    `python -m trainer` with the options of the same names, and for comparison about DDP. Parts are each at its own
-    largest; they are not all there at the same time, so the peak is less than their sum. --quiet prints the ways that
-    fit.
+    SRC is a checkpoint (a path, a name under the root, or `latest`), a folder with a config.json, or a Hub id, of which
+    only the config is fetched. It is about `python -m trainer` with the options of the same names, and for comparison
+    about DDP. Parts are each at its own largest; they are not all there at the same time, so the peak is less than
+    their sum. --quiet prints the ways that fit.
     """
     from ckptool.ops.estimate import estimate
 
-    result = estimate(src, **setting)
+    result = estimate(src, root=root, **setting)
     fitting = [_name(way) for way in result.details["ways"] if way["fits"]]
     show(result, as_json=as_json, quiet=quiet, human=_show, bare=fitting)
 

@@ -126,5 +126,7 @@ def _show(result: Result) -> None:
     if removed:
         freed = sum(entry["num_bytes"] for entry in result.details["remove"] if entry["name"] in removed)
         line(f"removed {len(removed)}, freed {size(freed)}")
+    elif result.executed:
+        line("nothing was removed")
     elif result.details["remove"]:
         line(f"nothing was removed; it would free {size(result.details['freed_bytes'])}")

@@ -49,7 +49,8 @@ def command(
 ) -> None:
     """Watch the run in ROOT while it trains: loss, speed, memory, the last complete checkpoint, the time left.
 
-    Reads metrics.jsonl, which the trainer writes; the trainer does not notice. Ctrl-C ends it.
+    Reads metrics.jsonl, which the trainer writes; the trainer does not notice. "no run has the root now" says that the
+    run has ended or was killed. Ctrl-C ends it.
     """
     from ckptool.ops.top import Watch
 

@@ -65,6 +65,10 @@ _KNOWN: safe_pickle.Globals = {
 }
 
 
+#: What a file holds where these stand for it.
+_SHOWN_AS = {_Pickled: "a tensor", _Storage: "a storage"}
+
+
 class _Payload(NamedTuple):
     """Where a storage's bytes lie in the file, and their CRC32 (0: not known)."""
 
@@ -273,17 +277,21 @@ def _persistent_load(pid: Any) -> _Storage:
 def _tensors(state: Any, path: str) -> dict[str, _Pickled]:
     """The state dict, when it is one: tensors under names."""
     if not isinstance(state, KeyCheckedDict):
-        raise UnsupportedError(f"{path} holds {safe_pickle.describe(state)}, not tensors under names")
+        raise UnsupportedError(f"{path} holds {_describe(state)}, not tensors under names")
     for name, value in state.items():
         if type(name) is not str or not isinstance(value, _Pickled):
             raise UnsupportedError(
-                f"{path} holds more than tensors: {safe_pickle.describe(name)} is {safe_pickle.describe(value)}",
+                f"{path} holds more than tensors: {_describe(name)} is {_describe(value)}",
                 hint="save the model's state dict alone: torch.save(model.state_dict(), ...)",
             )
         _check_pickled(value, f"{path}: {name}")
         if not is_possible_shape(value.size):
             raise DamagedError(f"{path}: {name} has an impossible shape")
     return dict(state)
+
+
+def _describe(value: Any) -> str:
+    return _SHOWN_AS.get(type(value)) or safe_pickle.describe(value)
 
 
 def _storages(state: Any, path: str) -> Iterator[_Storage]:

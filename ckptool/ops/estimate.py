@@ -20,10 +20,13 @@ from ckptool.core.memory import (
     fsdp_memory,
 )
 from ckptool.core.plan import Result
-from ckptool.errors import DamagedError, UnsupportedError, UsageError
+from ckptool.errors import DamagedError, NotFoundError, StorageError, UnsupportedError, UsageError
+from ckptool.formats.dcp_metadata import is_checkpoint
 from ckptool.hub import locate_config
+from ckptool.runs import default_root, possible_places, resolve
+from ckptool.storage.files import Place, os_errors
 from ckptool.storage.place import fetched
-from ckptool.storage.store import shown_name
+from ckptool.storage.store import is_url, shown_name
 
 #: How the trainer computes the loss, by its --loss: the logits that are in memory at a time (None: all).
 LOSSES = {"chunked": 1 << 28, "plain": None}
@@ -67,6 +70,7 @@ class Ranks:
 def estimate(
     src: str,
     *,
+    root: Place | None = None,
     num_gpus: int = 1,
     gpu_bytes: int = 80 * 10**9,
     seq_len: int = 1024,
@@ -83,8 +87,8 @@ def estimate(
     reshard_after_forward: bool = True,
     revision: str | None = None,
 ) -> Result:
-    """Say what each of `num_gpus` GPUs of `gpu_bytes` needs to train the model of `src`: a Hub id, of which only the
-    config is fetched, a folder with a config.json, or a checkpoint.
+    """Say what each of `num_gpus` GPUs of `gpu_bytes` needs to train the model of `src`: a checkpoint (a path, a name
+    under `root`, `latest`), a folder with a config.json, or a Hub id, of which only the config is fetched.
 
     `seq_len` in tokens, the batch sizes in sequences, a global one over all ranks (default: one micro batch a rank).
     `loss` is a key of LOSSES, `optimizer` one of OPTIMIZERS; dtypes are keys of DTYPE_BYTES, that of AdamW's state by
@@ -114,7 +118,7 @@ def estimate(
             f"{ranks.num_data_ranks} ranks can't share a global batch of {global_batch_size} sequences",
             hint="raise --global-batch-size, or estimate fewer GPUs",
         )
-    folder = locate_config(src, revision)
+    folder = _find_config(src, revision, root)
     model, num_parameters = read_sizes(fetched(folder, ["config.json"]), tp)
 
     def memory(sharding: str, checkpointing: str, at: Ranks) -> Memory:
@@ -152,6 +156,32 @@ def estimate(
         "ways": ways,
     }
     return Result("estimate", shown_name(src), details=details)
+
+
+def _find_config(src: str, revision: str | None, root: Place | None) -> Place:
+    """The folder of the config.json; a `revision` is one of the Hub. Raises NotFoundError, or as `locate_config`."""
+    if revision is None and not is_url(src):
+        with os_errors(src):
+            places = possible_places(src, root)
+            if found := next((folder for path in places if (folder := _with_config(path)) is not None), None):
+                return found
+            is_ours = src == "latest" or any(is_checkpoint(path) for path in places)
+        if is_ours:
+            path = resolve(src, root)
+            if found := _with_config(path):
+                return found
+            raise NotFoundError(f"{path} holds no config.json", hint="name the model's folder, or its Hub id")
+    try:
+        return locate_config(src, revision)
+    except (NotFoundError, StorageError) as error:
+        if revision is None and not (is_url(src) or "/" in src):
+            error.hint = f"{default_root() if root is None else root} has no checkpoint {src}; {error.hint}"
+        raise
+
+
+def _with_config(path: Place) -> Place | None:
+    """The model's folder in what lies at `path`, or itself."""
+    return next((folder for folder in (path, path / "hf") if (folder / "config.json").is_file()), None)
 
 
 def read_sizes(folder: Path, tp: int = 1) -> tuple[ModelSizes, int]:

@@ -20,6 +20,7 @@ from ckptool.core.plan import Result
 from ckptool.core.retention import Candidate, KeepBest, KeepRules, reasons_to_keep
 from ckptool.errors import CkptoolError, DamagedError, NotFoundError, StorageError, UsageError
 from ckptool.formats.dcp_metadata import read_manifest
+from ckptool.ops.ls import check_root
 from ckptool.storage.files import Place, explain_os_error, fsync_path, os_errors
 from ckptool.storage.lock import acquire, is_stale, owner_of
 from ckptool.storage.metrics_file import find_metrics, read_metric
@@ -108,9 +109,10 @@ def plan_prune(
     dead_saves: bool = False,
     in_use: Collection[str] = (),
 ) -> PrunePlan:
-    """Decide, without changing anything. Raises NotFoundError when `root` is a file, DamagedError or UsageError when
-    the metric that `rules` goes by can't be read."""
+    """Decide, without changing anything. Raises NotFoundError when `root` is not there or a file, DamagedError or
+    UsageError when the metric that `rules` goes by can't be read."""
     rules.check()
+    check_root(root)
     summaries = runs.list_checkpoints(root)
     steps = {summary.name: summary for summary in summaries if runs.is_step_name(summary.name)}
     sizes = {s.name: runs.bytes_on_disk(s.path) if isinstance(s.path, Path) else s.num_bytes for s in summaries}

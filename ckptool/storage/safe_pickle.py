@@ -59,7 +59,7 @@ def describe(value: Any) -> str:
         return repr(value)[:_MAX_DETAIL_CHARACTERS]
     if type(value) is list and all(type(item) is str for item in value):
         return ", ".join(value)[:_MAX_DETAIL_CHARACTERS]
-    return f"a {type(value).__name__}"
+    return f"a {'dict' if isinstance(value, KeyCheckedDict) else type(value).__name__}"
 
 
 def load(

@@ -75,6 +75,18 @@ def test_ls_of_an_empty_root_says_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == f"no checkpoints under {tmp_path}\n"
 
 
+def test_ls_of_a_root_that_was_named_and_is_not_there_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["ls"]) == 0
+    assert capsys.readouterr().out == "no checkpoints under ckpt\n"
+    assert run(["ls", "nodir"]) == run(["ls", "--root", "nodir"]) == 1
+    monkeypatch.setenv("CKPTOOL_ROOT", "nodir")
+    assert run(["ls"]) == 1
+    assert capsys.readouterr().err.count("error: there is no folder nodir\nhint: ") == 3
+
+
 def test_the_root_comes_from_the_environment(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

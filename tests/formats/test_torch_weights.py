@@ -109,6 +109,20 @@ def test_anything_but_tensors_under_names_is_refused(tmp_path: Path, as_zip: boo
         read(save(value, tmp_path / "w.bin", as_zip))
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"model": {"w": torch.ones(2)}}, "'model' is a dict"),
+        ({"model": [torch.ones(2)]}, "'model' is a list"),
+        (torch.ones(2), "holds a tensor, not"),
+        ({"w": torch.ones(2).untyped_storage()}, "'w' is a storage"),
+    ],
+)
+def test_what_a_file_holds_is_said_in_its_own_words(tmp_path: Path, value: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        read(save(value, tmp_path / "x.pt", True))
+
+
 def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
     path = save({"a": torch.zeros(100, 3), "t": torch.zeros(5, 4).t()}, tmp_path / "w.bin", as_zip=True)
     sound = path.read_bytes()

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
+import ckptool
 from ckptool.cli.main import run
 from ckptool.errors import CkptoolError, DamagedError, NotFoundError, UnsupportedError, UsageError
 from ckptool.ops.estimate import estimate, read_sizes
@@ -79,6 +81,35 @@ def test_a_checkpoint_has_its_config_beside_it(folder: Path, tmp_path: Path) -> 
     (tmp_path / "step-7" / "hf").mkdir(parents=True)
     (folder / "config.json").rename(tmp_path / "step-7" / "hf" / "config.json")
     assert estimate(str(tmp_path / "step-7")).details["num_blocks"] == 2
+
+
+@pytest.mark.parametrize("name", ["base", "step-7", "latest", "step-7/hf"])
+def test_a_checkpoint_is_found_by_its_name_under_the_root(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = folder / "runs"
+    for step in ("base", "step-7"):
+        state = {"model": {"w": torch.ones(2)}}
+        ckptool.save(state, root / step, provenance=ckptool.Provenance("0", step=7), side_folder=folder)
+    assert estimate(name, root=root).details["num_blocks"] == 2
+    assert run(["estimate", name, "--root", str(root), "--quiet"]) == 0
+    monkeypatch.setenv("CKPTOOL_ROOT", str(root))
+    assert run(["estimate", name, "--quiet"]) == 0
+
+
+def test_of_a_name_that_is_nowhere_the_hint_says_that_the_root_was_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(NotFoundError) as caught:
+        estimate("step-99", root=tmp_path)
+    assert caught.value.hint.startswith(f"{tmp_path} has no checkpoint step-99; ")
+    with pytest.raises(NotFoundError, match="no complete step-N checkpoint"):
+        estimate("latest", root=tmp_path)
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / ".metadata").write_bytes(b"")
+    with pytest.raises(NotFoundError, match=r"step-7 holds no config\.json"):
+        estimate("step-7", root=tmp_path)
 
 
 def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

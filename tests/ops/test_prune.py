@@ -263,4 +263,27 @@ def test_command(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["prune", str(root), "--keep-best", "loss:low", "1", "-y"]) == 2
     assert run(["prune", str(root), "--keep-within", "7 bananas", "-y"]) == 2
     assert run(["prune", str(root / "metrics.jsonl"), "--keep-last", "1", "-y"]) == 2
-    assert run(["prune", str(root / "nowhere"), "--keep-last", "1", "-y"]) == 0
+
+
+def test_a_root_that_is_not_there_is_no_empty_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["prune", "nodir", "--keep-last", "1", "--yes"]) == 1
+    assert capsys.readouterr().err.startswith("error: there is no folder nodir\nhint: ")
+    assert run(["prune", "--keep-last", "1", "--yes"]) == 1  # the default one
+    with pytest.raises(NotFoundError, match="no folder nodir"):
+        prune(Path("nodir"), stale=True)
+
+
+def test_a_removal_that_failed_is_not_worded_as_a_dry_run(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise ckptool.CkptoolError("permission denied")
+
+    monkeypatch.setattr(prune_module, "remove_checkpoint", refuse)
+    assert run(["prune", str(root), "--keep-last", "4", "--yes"]) == 1
+    said = capsys.readouterr()
+    assert said.out.endswith("\nnothing was removed\n")
+    assert said.err == "error: step-10 was not removed: permission denied\n"

@@ -39,7 +39,8 @@ def check_against(
         try:
             difference = _difference(source, other, fqn, report)
         except DamagedError as error:
-            difference = Finding("corrupt", f"tensor {fqn}: {error}", fqn, next_step=next_steps.look_closer(folder))
+            copy = next_steps.another_copy(folder, source.manifest)
+            difference = Finding("corrupt", f"tensor {fqn}: {error}", fqn, next_step=copy)
         if difference is None:
             num_equal += 1
         else:

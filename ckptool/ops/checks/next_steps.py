@@ -19,10 +19,6 @@ def another_copy(folder: Place, manifest: Manifest | None) -> str:
     return _command("ls", folder.absolute().parent)
 
 
-def look_closer(folder: Place) -> str:
-    return _command("verify", folder, "--level", "bytes")
-
-
 def compare(one: str | Place, other: str | Place, fqn: str = "") -> str:
     return _command("diff", one, other, *(["--keys", fqn] if fqn else []))
 

@@ -85,13 +85,9 @@ def _manifest_faults(folder: Place, manifest: Manifest) -> list[Finding]:
     findings = []
     for (kind, file), faults in by_place.items():
         first = min(faults, key=lambda fault: fault.offset_bytes)
-        if not first.file:
-            message, step = first.message, next_steps.another_copy(folder, manifest)
-        else:
-            names = name_some({fault.tensor for fault in faults}, 3)
-            message, step = _file_message(kind, file, names, manifest), next_steps.look_closer(folder)
-        if kind == "missing" and first.file:
-            step = next_steps.another_copy(folder, manifest)
+        message, step = first.message, next_steps.another_copy(folder, manifest)
+        if first.file:
+            message = _file_message(kind, file, name_some({fault.tensor for fault in faults}, 3), manifest)
         findings.append(Finding(first.kind, message, first.tensor, first.file, first.offset_bytes, step))
     if not findings:
         try:
