@@ -115,7 +115,7 @@ def open_job(path: Place, target: Place, source: ModelSource, config: str, untie
     """Raises as `find_config` does, and as `check_hf_files` where the checkpoint's own config is taken."""
     manifest = source.manifest
     if not config and is_checkpoint(path):
-        check_hf_files(path, read_digests(path, manifest.save_id), f"--config {path / 'hf'} takes it as it is")
+        check_hf_files(path, read_digests(path, manifest.save_id))
     own_names = {fqn: fqn.removeprefix(MODEL_PREFIX) for fqn in manifest.tensors}
     live = {name: dataclasses.replace(manifest.tensors[fqn], fqn=name) for fqn, name in own_names.items()}
     if not untie:

@@ -51,11 +51,12 @@ def change_configs(victim: Path, change: dict[str, Any]) -> None:
 
 def commands(victim: Path) -> list[list[str]]:
     root = ["--root", str(victim / "ckpt"), "--quiet"]
+    config = ["--config", str(victim / "ckpt" / "tiny" / "hf")]  # or it is told by its digest
     return [
         ["import-hf", str(victim / "hub"), "x", *root],
         ["import-hf", str(victim / "hub"), "y", "--engine", "transformers", *root],
-        ["export", "tiny", *root],
-        ["export", "tiny", "--engine", "torch", "--out", str(victim / "out"), *root],
+        ["export", "tiny", *config, *root],
+        ["export", "tiny", "--engine", "torch", "--out", str(victim / "out"), *config, *root],
     ]
 
 
@@ -85,6 +86,11 @@ def test_a_config_that_is_no_object(victim: Path, raw: str) -> None:
     for path in (victim / "hub" / "config.json", victim / "ckpt" / "tiny" / "hf" / "config.json"):
         path.write_text(raw)
     assert [run(command) for command in commands(victim)] in ([4] * 4, [1, 1, 1, 1], [1, 4, 1, 4])
+
+
+def test_a_config_that_was_changed_is_refused_whatever_it_says(victim: Path) -> None:
+    change_configs(victim, {"num_hidden_layers": 10**9})
+    assert run(["export", "tiny", "--root", str(victim / "ckpt")]) == 4
 
 
 def test_the_trainer_refuses_a_bomb_too(victim: Path) -> None:

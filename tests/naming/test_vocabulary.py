@@ -60,7 +60,7 @@ def test_a_checkpoint_of_ours_is_cut_too(tmp_path: Path, engine: str) -> None:
     ckptool.import_hf(str(save_folder(model, tmp_path / "hub")), "c", root=tmp_path)
     config = tmp_path / "c" / "hf" / "config.json"
     config.write_text(config.read_text().replace(f'"vocab_size": {PADDED}', f'"vocab_size": {VOCABULARY}'))
-    result = ckptool.export("c", root=tmp_path, engine=engine)
+    result = ckptool.export("c", root=tmp_path, engine=engine, config=str(config.parent))
     stored = load_file(Path(result.target) / "model.safetensors")
     assert torch.equal(stored[EMBEDDING], model.state_dict()[EMBEDDING][:VOCABULARY])
     assert any("cut from" in note for note in result.notes)

@@ -123,5 +123,6 @@ def test_names_that_were_converted_need_the_config_to_be_undone(tmp_path: Path) 
     save_folder(mixtral(), tmp_path / "model")
     ckptool.import_hf(str(tmp_path / "model"), "base", root=tmp_path)
     (tmp_path / "base" / "hf" / "config.json").unlink()
-    with pytest.raises(DamagedError, match=r"no config\.json"):
+    with pytest.raises(DamagedError, match=r"config\.json is missing") as refused:
         ckptool.export("base", root=tmp_path)
+    assert refused.value.hint.endswith("or --config HF_FOLDER_OR_ID")

@@ -51,7 +51,7 @@ def test_a_change_that_is_meant_is_exported_by_config(copy_of: Copy, tmp_path: P
     file.write_text("{}")
     with pytest.raises(DamagedError) as refused:
         export(folder, tmp_path / "new")
-    assert refused.value.hint == f"--config {folder / 'hf'} takes it as it is"
+    assert refused.value.hint == f"if that is meant: --config {folder / 'hf'}"
     ckptool.export(str(folder), out=tmp_path / "new", config=str(folder / "hf"))
     assert (tmp_path / "new" / file.name).read_text() == "{}"
 
