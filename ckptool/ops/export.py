@@ -153,14 +153,14 @@ def export(
         def planned(names: NamePlan) -> _Planned:
             if keys or exclude:
                 names = select_sources(names, lambda name: is_chosen(source.stored_name(name)))
-            plan = form.plan(names)
-            check_disk(target, plan)
-            return _Planned(names, plan)
+            return _Planned(names, form.plan(names))
 
         def make_plan() -> _Planned:
             return planned(form.name_tensors())
 
         def carry_out(begun: _Planned, settled: Callable[[], _Planned], copying: Copying) -> list[str]:
+            # Not of what `settled` gives: by then the copy has filled the disk.
+            check_disk(target, begun.plan, ranks=ranks)
             beside: list[str] = []
 
             def put_beside(content: Path) -> None:
@@ -190,10 +190,11 @@ def export(
         else:
             final = make_plan()
             if dry_run:
-                pass
+                check_disk(target, final.plan, ranks=ranks)
             elif engine == "stream":
                 notes = carry_out(final, lambda: final, at_once)
             else:
+                check_disk(target, final.plan, ranks=ranks)
                 from ckptool.ops.export_reference import export_through_torch
 
                 with staged_directory(target, how.overwrite) as staging:
@@ -246,7 +247,7 @@ def _to_torch(
             piece_bytes=PIECE_BYTES,
             lay_out=lambda items: [Part((target.name,), tuple(items), tuple(manifest.objects))],
         )
-        check_disk(target, plan)
+        check_disk(target, plan, ranks=how.ranks)
         if dry_run:
             return plan
         if engine == "torch":

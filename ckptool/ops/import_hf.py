@@ -130,7 +130,11 @@ def import_hf(
             planned, notes = with_head_start(guess, make_plan, _is_same_work, partial(_carry_out, job))
         else:
             planned = make_plan()
-            notes = [] if dry_run else _carry_out(job, planned, lambda: planned, at_once)
+            if dry_run:
+                _check_disk(job, planned)
+                notes = []
+            else:
+                notes = _carry_out(job, planned, lambda: planned, at_once)
         notes = [*planned.notes, *notes]
         return Result("import-hf", str(target), planned.plan, not dry_run, time.monotonic() - start, tuple(notes))
 
@@ -164,7 +168,7 @@ class _Planned:
 
 
 def _plan(job: _Job, model: ModelInput) -> _Planned:
-    """Raises MismatchError when names don't fit, StorageError when the disk is too small."""
+    """Raises MismatchError when names don't fit."""
     source = model.source
     names = _settled(model.names, job.untie, job.keys, job.exclude)
     names = in_order_of(names, source.manifest.tensors)
@@ -189,8 +193,13 @@ def _plan(job: _Job, model: ModelInput) -> _Planned:
     consumer = _consumer(source, names, plan, job.located, job.how) if job.consume else None
     if consumer:
         notes.append(f"--consume: {len(source.manifest.files)} files of {job.located.path} are deleted on the way")
-    check_disk(job.target, plan, consumer.freed_bytes(job.target) if consumer else 0)
     return _Planned(model, names, plan, consumer, tuple(notes))
+
+
+def _check_disk(job: _Job, planned: _Planned) -> None:
+    """Raises StorageError when the disk is too small."""
+    freed_bytes = planned.consumer.freed_bytes(job.target) if planned.consumer else 0
+    check_disk(job.target, planned.plan, freed_bytes, job.how.ranks)
 
 
 def _guess(job: _Job, opened: contextlib.ExitStack) -> _Planned | None:
@@ -212,6 +221,8 @@ def _is_same_work(one: _Planned, other: _Planned) -> bool:
 
 def _carry_out(job: _Job, begun: _Planned, settled: Callable[[], _Planned], copying: Copying) -> list[str]:
     """Copy as `begun` says. What `settled` gives is the final word on everything but the parts."""
+    # Not of what `settled` gives: by then the copy has filled the disk.
+    _check_disk(job, begun)
     tensors = {entry.fqn: entry for item in begun.plan.items for entry in item.targets}
     paths: dict[str, tuple[str | int, ...]] = {}
     ties: dict[str, str] = {}

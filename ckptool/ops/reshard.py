@@ -113,7 +113,7 @@ def reshard(
         stored = {} if linked else assign(job.tensors.values(), job.layout, CHUNK_BYTES, PIECE_BYTES)
         plan = _plan_links(job) if linked else _plan_rewrite(job, stored, num_workers, memory_bytes)
         plan = dataclasses.replace(plan, notes=(*read_notes, *plan.notes))
-        check_disk(target, plan)
+        check_disk(target, plan, ranks=ranks)
         notes = [*plan.notes, *(model_only_notes(source.manifest, job.manifest) if model_only else ())]
         if linked and not dry_run:
             with staged_directory(target, overwrite) as staging:

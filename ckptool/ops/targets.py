@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptool.core.dtypes import DTYPE_OPTIONS
 from ckptool.core.plan import Plan
@@ -16,7 +17,11 @@ from ckptool.errors import StorageError, UsageError
 from ckptool.runs import default_root, is_step_name
 from ckptool.storage.files import Place
 from ckptool.storage.place import inside, place
+from ckptool.storage.staging import staged_bytes
 from ckptool.storage.store_path import StorePath
+
+if TYPE_CHECKING:
+    from ckptool.ranks import Ranks
 
 
 def new_target(name: str, root: Place | None, may_be_step: bool = False) -> Place:
@@ -67,23 +72,29 @@ def chooser(keys: Sequence[str], exclude: Sequence[str]) -> Callable[[str], bool
     return is_chosen
 
 
-def check_disk(target: Place, plan: Plan, freed_bytes: int = 0) -> None:
-    """Refuse a plan that the target's disk can't hold, `freed_bytes` of it as it goes on. Raises StorageError.
+def check_disk(target: Place, plan: Plan, freed_bytes: int = 0, ranks: Ranks | None = None) -> None:
+    """Refuse a plan that the target's disk can't hold, but for `freed_bytes` that it gets back as the work goes on.
 
-    Into a store, only what is being written lies on a disk: that of temporary files.
+    What an interrupted attempt has staged is kept, or else removed before anything is written: either way its place on
+    the disk is the plan's. Into a store, only what is being written lies on a disk: that of temporary files. `ranks`,
+    which all call this, have all looked before one of them changes anything. Raises StorageError.
     """
+    ranks.agree("conversion", lambda: _check(target, plan, freed_bytes)) if ranks else _check(target, plan, freed_bytes)
+
+
+def _check(target: Place, plan: Plan, freed_bytes: int) -> None:
     if isinstance(target, StorePath):
         largest = max((part.write_bytes for part in plan.parts), default=0)
         _check_free(Path(tempfile.gettempdir()), min(plan.disk_bytes, largest * plan.num_workers))
     else:
-        _check_free(target, plan.disk_bytes - freed_bytes)
+        _check_free(target, plan.disk_bytes - freed_bytes, staged_bytes(target))
 
 
-def _check_free(target: Path, needed: int) -> None:
+def _check_free(target: Path, needed: int, there: int = 0) -> None:
     folder = next(parent for parent in (target, *target.parents) if parent.exists())
     free = shutil.disk_usage(folder).free
-    if free < needed:
+    if free < needed - there:
         raise StorageError(
-            f"{target} needs {size(needed)} and its disk has {size(free)} free",
+            f"{target} needs {size(needed - there)} {'more ' if there else ''}and its disk has {size(free)} free",
             hint="free some space, or choose another place",
         )

@@ -150,7 +150,7 @@ def create_staging(
     try:
         with os_errors(staging.lock.folder):
             _restore(staging)
-            staging.lock.clear(keep=[left.name for left in _left_contents(staging)] if keep_left else ())
+            staging.lock.clear(keep=[left.name for left in _contents(staging.lock.folder)] if keep_left else ())
             _adopt(staging, keep_left)
         refuse_existing(target, overwrite, is_file)
     except BaseException:
@@ -177,6 +177,22 @@ def recover(target: Place) -> None:
 def is_being_written(target: Place) -> bool:
     """Whether a writer of `target` is at it, or has left something; of a store that isn't known, and taken to be so."""
     return isinstance(target, StorePath) or os.path.lexists(staging_path(target))
+
+
+def staged_bytes(target: Path) -> int:
+    """What the contents staged for `target` take on the disk, and would give back; 0 when there are none.
+
+    Files that have another name elsewhere give nothing back, and what can't be looked at isn't counted.
+    """
+    num_bytes = 0
+    for content in _contents(staging_path(target)):
+        for folder, _, names in os.walk(content):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    stat = os.lstat(os.path.join(folder, name))
+                    # A hole takes no block; a plan counts bytes, not the rest of a file's last block.
+                    num_bytes += min(stat.st_size, stat.st_blocks * 512) if stat.st_nlink == 1 else 0
+    return num_bytes
 
 
 def target_of(staging: Path) -> Path:
@@ -218,14 +234,14 @@ def _staged(staging: Staging | Upload) -> Iterator[Path]:
         raise
 
 
-def _left_contents(staging: Staging) -> list[Path]:
-    """What dead writers of this target left."""
-    return sorted(staging.lock.folder.glob("content-*"))
+def _contents(folder: Path) -> list[Path]:
+    """What writers have left in the lock folder, dead ones and one that may live."""
+    return sorted(folder.glob("content-*"))
 
 
 def _adopt(staging: Staging, keep_left: bool) -> None:
     """Make the folder of this writer's content: the last dead one's, if that is to be kept, or a new one."""
-    left = _left_contents(staging) if keep_left else []
+    left = _contents(staging.lock.folder) if keep_left else []
     for path in left[:-1]:
         shutil.rmtree(path)
     if left:
