@@ -23,6 +23,7 @@ from ckptool.formats.dcp_stubs import DIMS, Ignored
 from ckptool.storage import safe_pickle
 from ckptool.storage.files import RangeReader
 from ckptool.storage.safe_pickle import FrozenType
+from ckptool.storage.zip_errors import ZIP_ERRORS
 
 _MAX_READ_BYTES = 16 << 10  # far more than the description of one tensor takes
 TAIL_BYTES = 2048
@@ -72,10 +73,10 @@ def read_entry(reader: RangeReader, locator: Locator) -> StoredTensor:
     try:
         with zipfile.ZipFile(window) as archive:
             stored = _read_archive(archive, window, locator, name)
-            with contextlib.suppress(zipfile.BadZipFile, struct.error, ValueError):
+            with contextlib.suppress(*ZIP_ERRORS):
                 _keep_sample(archive, window, locator, stored)
             return stored
-    except (zipfile.BadZipFile, struct.error, ValueError, EOFError, RuntimeError, OverflowError) as error:
+    except ZIP_ERRORS as error:
         raise DamagedError(f"{name}: not a whole torch.save archive ({error})") from error
 
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 import pickle
 import re
-import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from ckptool.storage import safe_pickle
 from ckptool.storage.crc import PiecewiseCrc32
 from ckptool.storage.files import Place
 from ckptool.storage.place import place, range_reader
+from ckptool.storage.zip_errors import ZIP_ERRORS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -231,7 +231,7 @@ def _check_archive(blob: bytes, name: str) -> None:
             for member in members:
                 if member.filename.endswith("/data.pkl"):
                     safe_pickle.check_plain(archive.read(member), name)
-    except (zipfile.BadZipFile, struct.error, ValueError, EOFError, RuntimeError) as error:
+    except ZIP_ERRORS as error:
         raise DamagedError(f"{name} is damaged: not a torch.save archive ({gist(str(error))})") from error
 
 

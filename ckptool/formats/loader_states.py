@@ -19,6 +19,7 @@ from ckptool.formats.dcp_source import DcpSource
 from ckptool.storage import safe_pickle
 from ckptool.storage.files import Place, os_errors
 from ckptool.storage.safe_pickle import FrozenType, KeyCheckedDict
+from ckptool.storage.zip_errors import ZIP_ERRORS
 
 #: Far more than the state of any loader takes; tensors are not counted.
 _MAX_STATE_BYTES = 64 << 20
@@ -133,7 +134,7 @@ def _description(path: Path) -> bytes:
             if len(members) != 1 or members[0].compress_type != zipfile.ZIP_STORED:
                 raise DamagedError(f"{path} is an archive, but not one of torch.save")
             return _limited(members[0].file_size, path, lambda: archive.read(members[0]))
-    except (zipfile.BadZipFile, struct.error, ValueError, EOFError, RuntimeError) as error:
+    except ZIP_ERRORS as error:
         raise DamagedError(f"{path} is a damaged archive: {error}") from error
 
 

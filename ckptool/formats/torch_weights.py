@@ -27,6 +27,7 @@ from ckptool.storage import safe_pickle
 from ckptool.storage.crc import PiecewiseCrc32
 from ckptool.storage.files import RangeReader, open_binary, os_errors
 from ckptool.storage.safe_pickle import FrozenType, KeyCheckedDict
+from ckptool.storage.zip_errors import ZIP_ERRORS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,7 +253,7 @@ def _end_of_pickle(raw: bytes, start: int) -> int:
 def _damage(path: str) -> Iterator[None]:
     try:
         yield
-    except (zipfile.BadZipFile, struct.error, ValueError, EOFError, RuntimeError, OverflowError, LookupError) as error:
+    except ZIP_ERRORS as error:
         detail = " ".join(str(error).split())[:200]
         raise DamagedError(f"{path}: not a whole torch.save file ({detail})") from error
     except TypeError as error:  # a storage key that can't be one

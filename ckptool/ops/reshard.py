@@ -45,6 +45,7 @@ from ckptool.storage.digests_file import DIGESTS_FILE, Digests, read_digests
 from ckptool.storage.files import Place
 from ckptool.storage.place import files_below, local_path
 from ckptool.storage.staging import refuse_existing, staged_directory
+from ckptool.storage.zip_errors import ZIP_ERRORS
 
 if TYPE_CHECKING:
     from ckptool.ranks import Ranks
@@ -253,7 +254,7 @@ def _check_object(blob: bytes, name: str) -> bytes:
             for member in archive.infolist():
                 if member.CRC:
                     archive.read(member)
-    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
+    except ZIP_ERRORS as error:
         raise DamagedError(f"{name} is damaged: {error}") from error
     return blob
 

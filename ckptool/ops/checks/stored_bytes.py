@@ -27,6 +27,7 @@ from ckptool.storage.fetch_ahead import RANGE_BYTES, FetchAhead, slices
 from ckptool.storage.files import Place, RangeReader, safe_join
 from ckptool.storage.place import range_reader
 from ckptool.storage.read_ahead import read_ahead
+from ckptool.storage.zip_errors import ZIP_ERRORS
 
 _MAX_BATCH = 64
 
@@ -244,7 +245,7 @@ def _check_object(job: _Job, reader: RangeReader, chunk: StoredChunk) -> BytesRe
                     archive.read(member)
     except (DamagedError, StorageError) as error:
         return BytesReport((_finding(job, chunk, str(error), locator.offset),))
-    except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError, NotImplementedError, OverflowError) as error:
+    except ZIP_ERRORS as error:
         return BytesReport((_finding(job, chunk, f"not a whole torch.save archive ({error})", locator.offset),))
     if job.report:
         job.report(locator.length)
