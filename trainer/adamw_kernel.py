@@ -53,7 +53,8 @@ def failure(device: torch.device, dtype: torch.dtype) -> str:
 
 def prepared(updates: list[Update]) -> list[Callable[[], None]]:
     """Calls that do the updates, in fp32, with all that the host has to do for them done. The tensors of an update are
-    contiguous and of one shape."""
+    contiguous and of one shape. Random numbers are of Triton's Philox (Salmon et al., Parallel random numbers: as easy
+    as 1, 2, 3, 2011), a function of the key and the element's place."""
     kinds: defaultdict[tuple[Any, ...], list[Update]] = defaultdict(list)
     for update in updates:
         if update.weight.numel():

@@ -35,8 +35,7 @@ class Rates(NamedTuple):
 class Update:
     """One step of AdamW of one tensor. All but `grad` are changed in place.
 
-    With a `chance_key` a bf16 weight is rounded by chance, with random numbers of that key (Salmon et al., Parallel
-    random numbers: as easy as 1, 2, 3, 2011: Philox), and to the nearest without.
+    With a `chance_key` a bf16 weight is rounded by chance, with random numbers of that key, and to the nearest without.
     """
 
     weight: torch.Tensor

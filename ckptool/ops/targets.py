@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 import shutil
 import tempfile
@@ -79,7 +80,11 @@ def check_disk(target: Place, plan: Plan, freed_bytes: int = 0, ranks: Ranks | N
     the disk is the plan's. Into a store, only what is being written lies on a disk: that of temporary files. `ranks`,
     which all call this, have all looked before one of them changes anything. Raises StorageError.
     """
-    ranks.agree("conversion", lambda: _check(target, plan, freed_bytes)) if ranks else _check(target, plan, freed_bytes)
+    check = functools.partial(_check, target, plan, freed_bytes)
+    if ranks:
+        ranks.agree("conversion", check)
+    else:
+        check()
 
 
 def _check(target: Place, plan: Plan, freed_bytes: int) -> None:
