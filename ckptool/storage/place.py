@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptool.core.interfaces import StoreRange
-from ckptool.errors import UnsupportedError
+from ckptool.errors import UnsupportedError, UsageError
 from ckptool.storage.fetch_ahead import RANGE_BYTES, FetchAhead, take
 from ckptool.storage.files import Place, RangeReader, open_binary, os_errors, safe_join
 from ckptool.storage.hub_store import HubStore, parse_hub_url
@@ -27,6 +27,8 @@ def place(text: str | Place) -> Place:
     """What a user typed: a URL, or a local path (also as file://). Raises UsageError or UnsupportedError."""
     if not isinstance(text, str):
         return text
+    if not text:  # which pathlib takes for the folder where one works
+        raise UsageError("a name is empty", hint="is a variable of the script not set?")
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
     if not is_url(text):

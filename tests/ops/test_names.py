@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptool.cli.main import run
 from ckptool.ops.diff import diff
 from ckptool.ops.verify import verify
 
@@ -36,3 +37,14 @@ def test_half_a_checkpoint_is_not_passed_over_for_the_model(beside: Path) -> Non
 def test_a_model_is_found_where_the_root_has_no_checkpoint_of_that_name(beside: Path) -> None:
     shutil.rmtree(beside / "ckpt" / "tiny")
     assert verify("tiny").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "command", [["prune", "", "--stale", "--yes"], ["import-hf", "", "x"], ["verify", ""], ["ls", ""]]
+)
+def test_an_empty_name_is_not_the_folder_where_one_works(
+    beside: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """As of a variable of a script that was not set."""
+    assert run(command) == 2
+    assert capsys.readouterr().err.startswith("error: a name is empty\nhint: ")
